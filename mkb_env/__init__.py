@@ -1,0 +1,1 @@
+"""Gymnasium environments in which an agent writes GPU kernels."""

@@ -1,0 +1,1 @@
+"""A PTX interpreter over NumPy: runs launch plans on the CPU."""

@@ -1,0 +1,1 @@
+"""The two kernel DSLs, one module each; importing this package loads neither."""

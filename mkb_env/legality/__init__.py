@@ -1,0 +1,1 @@
+"""What a submission may not contain."""
