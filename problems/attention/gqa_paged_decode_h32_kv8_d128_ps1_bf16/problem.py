@@ -77,9 +77,9 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor 
     placement = torch.randperm(slots, generator=generator, device=device).int()
     kv_indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     kv_indices = placement[: sum(lengths)].clone()
-    first, *others = _sharing(shape) or [None]
-    for begin in others:
-        kv_indices[begin : begin + shape["shared_prefix"]] = kv_indices[first : first + shape["shared_prefix"]]
+    sharing, prefix = _sharing(shape), shape.get("shared_prefix", 0)
+    for begin in sharing[1:]:
+        kv_indices[begin : begin + prefix] = kv_indices[sharing[0] : sharing[0] + prefix]
     if shape.get("poison"):
         unused = placement[sum(lengths) :]
         k_cache[unused], v_cache[unused] = math.nan, math.nan
