@@ -1,0 +1,295 @@
+"""How far an output may lie from the truth.
+
+With ``e`` the reference's own error |reference - anchor| and ``m`` = |anchor|, an output of dtype ``d`` may err by
+
+    globally   3 max(max e, eps(d) max m)                over the whole output
+    per row    3 max(max e, max(eps(d), r) max m)        over each row
+
+and every element must satisfy both. The anchor is the fp64 truth, so the candidate is measured against the truth and
+not against the reference's rounding. The global rule alone is blind to rows much smaller than the largest.
+
+A *row* is the smallest group of trailing axes with at least ``MIN_ROW`` elements: the last axis, for most outputs (one
+token, one head), whatever the number of leading axes. Shorter rows would reject correct kernels: a handful of elements
+can be small together by cancellation, or be hit exactly by the reference, and then say nothing about the scale at
+which the kernel had to round. Outputs that are a single row have the global rule only.
+
+``r`` is the largest relative error max e / max m of the reference over the rows of at least median size. Without it a
+row's allowance would follow the luck of the reference in that row, and among 10^5 rows of fp32 results one in which a
+correct kernel errs three times as much is certain. It is taken from the larger rows, so a row in which the reference
+itself cancels away does not loosen the rule for all others. For outputs rounded once to 16 bits, r < eps and nothing
+changes. A row whose anchor is zero must be zero (if the reference's is).
+
+NaN and Inf must be where the reference has them, Inf with its sign; integers and booleans are exact. A problem's
+``allowance`` replaces the rule (``None`` from it: the rule stays).
+
+References: rounding of a result costs at most eps/2 of it (Goldberg 1991, "What every computer scientist should know
+about floating-point arithmetic"), so eps max m x 3 admits six roundings of the largest element of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mkb_env.problems.contract import Problem
+
+FACTOR = 3.0
+MIN_ROW = 32
+CHUNK = 1 << 24
+"""Elements handled at once: bounds the float64 temporaries at 128 MiB each."""
+_EXACT_BYTES = tuple(getattr(torch, n) for n in ("float4_e2m1fn_x2",) if hasattr(torch, n))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output of one draw against the truth. The worst element is that with the largest share of its allowance."""
+
+    passed: bool
+    error: float
+    """|got - anchor| of the worst element; infinite where a NaN or Inf is out of place."""
+    allowance: float
+    worst: int
+    """Flat index of the worst element."""
+    got: float
+    want: float
+    outside: int
+    """Elements outside their allowance."""
+    nans: int
+    """NaN in the candidate's output, wherever the reference's are."""
+    infs: int
+    share: float
+    """Error of the worst element over its allowance (0 for 0 of 0)."""
+    reference_share: float
+    """The same of the reference itself, by the most: how much of the allowance is its own error."""
+    relative: float
+    """Largest row error of the reference over the row's largest |anchor|."""
+    special: bool
+    """Whether the reference holds NaN or Inf."""
+
+
+def row_length(shape: torch.Size | tuple[int, ...]) -> int:
+    """Elements of one row: the smallest product of trailing sizes that reaches ``MIN_ROW``, else all elements."""
+    length = 1
+    for size in reversed(shape):
+        length *= size
+        if length >= MIN_ROW:
+            break
+    return length
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """Distance from 1 to the next number of ``dtype``."""
+    return float(torch.finfo(dtype).eps)
+
+
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether outputs of ``dtype`` are compared bit by bit (integers, booleans, packed 4-bit codes)."""
+    return not dtype.is_floating_point or dtype in _EXACT_BYTES
+
+
+def compare(
+    problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor
+) -> Comparison:
+    """Compare output ``position``: tensors of one shape; ``got`` and ``reference`` of one dtype, ``anchor`` float64.
+
+    Waits for the device.
+    """
+    if not got.numel():
+        return Comparison(True, 0.0, 0.0, 0, math.nan, math.nan, 0, 0, 0, 0.0, 0.0, 0.0, False)
+    own = own_allowance(problem, position, reference, anchor)
+    if own is None and is_exact(reference.dtype):
+        return _compare_exact(got, reference)
+    return _Rows(got, reference, anchor, own).judge()
+
+
+def outside_mask(
+    problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor
+) -> torch.Tensor:
+    """Where an output lies outside its allowance: bool, of the output's shape."""
+    own = own_allowance(problem, position, reference, anchor)
+    if own is None and is_exact(reference.dtype):
+        return (integers(got) != integers(reference)).view(got.shape)
+    return _Rows(got, reference, anchor, own).outside().view(got.shape)
+
+
+def own_allowance(
+    problem: Problem, position: int, reference: torch.Tensor, anchor: torch.Tensor
+) -> torch.Tensor | None:
+    """The problem's own allowance, float64, of the output's shape; None where the general rule counts."""
+    if problem.allowance is None:
+        return None
+    own = problem.allowance(problem.outputs[position], reference, anchor)
+    if own is None:
+        return None
+    # A NaN would admit everything: rows without a finite truth have no allowance.
+    own = torch.as_tensor(own, dtype=torch.float64, device=reference.device).nan_to_num(nan=0.0)
+    return own.expand(reference.shape)
+
+
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Integer-like values as int64 (uint64 and packed codes by their bits), flat."""
+    tensor = tensor.contiguous().flatten()
+    if tensor.dtype is torch.uint64:
+        return tensor.view(torch.int64)
+    return (tensor.view(torch.uint8) if tensor.dtype in _EXACT_BYTES else tensor).to(torch.int64)
+
+
+def _compare_exact(got: torch.Tensor, reference: torch.Tensor) -> Comparison:
+    left, right = integers(got), integers(reference)
+    error = (left.double() - right.double()).abs_().masked_fill_(left == right, 0.0)
+    # Neighbours beyond 2^53 have the same double; they differ all the same.
+    error = torch.where((left != right) & (error == 0), 1.0, error)
+    worst = error.argmax()
+    numbers = torch.stack([error[worst], worst.double(), left[worst].double(), right[worst].double()])
+    outside = int((left != right).sum())
+    value, place, mine, theirs = numbers.tolist()
+    share = math.inf if outside else 0.0
+    return Comparison(not outside, value, 0.0, int(place), mine, theirs, outside, 0, 0, share, 0.0, 0.0, False)
+
+
+class _Rows:
+    """One output as [rows, row length], handled in chunks of whole rows; ``own``: the problem's allowance, or None."""
+
+    def __init__(
+        self, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor, own: torch.Tensor | None
+    ) -> None:
+        self.dtype = reference.dtype
+        self.length = row_length(got.shape)
+        self.count = got.numel() // self.length
+        self.got, self.reference, self.anchor = (t.reshape(self.count, self.length) for t in (got, reference, anchor))
+        self.errors, self.scales = self._reference_errors()
+        self.allowed = self._allowance() if own is None else own.reshape(self.count, self.length)
+
+    def chunks(self) -> Iterator[slice]:
+        step = max(1, CHUNK // self.length)
+        return (slice(begin, min(begin + step, self.count)) for begin in range(0, self.count, step))
+
+    def _truth(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Reference and anchor in float64, and where both are finite."""
+        reference, anchor = self.reference[part].double(), self.anchor[part].double()
+        return reference, anchor, reference.isfinite() & anchor.isfinite()
+
+    def _reference_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the largest |reference - anchor| and |anchor| over finite elements, float64 [rows]."""
+        errors = torch.empty(self.count, dtype=torch.float64, device=self.got.device)
+        scales = torch.empty_like(errors)
+        for part in self.chunks():
+            reference, anchor, finite = self._truth(part)
+            errors[part] = (reference - anchor).abs_().masked_fill_(~finite, 0.0).amax(1)
+            scales[part] = anchor.abs().masked_fill_(~finite, 0.0).amax(1)
+        return errors, scales
+
+    def _allowance(self) -> torch.Tensor:
+        """Allowed error per row, float64 [rows, 1]."""
+        own = epsilon(self.dtype)
+        overall = FACTOR * torch.maximum(self.errors.max(), own * self.scales.max())
+        if self.count == 1:
+            return overall.reshape(1, 1)
+        ordinary = (self.scales >= self.scales.median()) & (self.scales > 0)
+        typical = torch.where(ordinary, self.errors / self.scales, 0.0).max().clamp_min(own)
+        return torch.minimum(overall, FACTOR * torch.maximum(self.errors, typical * self.scales)).unsqueeze(1)
+
+    def _error(self, part: slice) -> torch.Tensor:
+        """|got - anchor|, float64; infinite where a NaN or Inf is out of place, 0 where it is in place."""
+        reference, anchor, finite = self._truth(part)
+        got = self.got[part].double()
+        error = (got - anchor).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
+        same = (got == reference) | (got.isnan() & reference.isnan())
+        return torch.where(finite, error, torch.where(same, 0.0, math.inf))
+
+    def outside(self) -> torch.Tensor:
+        return torch.cat([self._error(part) > self.allowed[part] for part in self.chunks()])
+
+    def judge(self) -> Comparison:
+        relative = torch.where(self.scales > 0, self.errors / self.scales, 0.0).max()
+        table = torch.stack([self._judge_chunk(part) for part in self.chunks()]).tolist()
+        share, error, allowed, place, got, want = max(table, key=lambda row: row[0])[:6]
+        outside, nans, infs, special = (int(sum(row[column] for row in table)) for column in range(6, 10))
+        return Comparison(
+            passed=not outside,
+            error=error,
+            allowance=allowed,
+            worst=int(place),
+            got=got,
+            want=want,
+            outside=outside,
+            nans=nans,
+            infs=infs,
+            share=share,
+            reference_share=max(row[10] for row in table),
+            relative=float(relative),
+            special=special > 0,
+        )
+
+    def _judge_chunk(self, part: slice) -> torch.Tensor:
+        """The figures of :class:`Comparison` for some rows, float64 [11], without waiting for the device."""
+        error, allowed = self._error(part), self.allowed[part]
+        # 0 of 0 is a share of nothing, anything else of 0 all there is.
+        shares = (error / allowed).nan_to_num_(nan=0.0, posinf=math.inf)
+        worst = shares.argmax()
+        reference, anchor, finite = self._truth(part)
+        own = (reference - anchor).abs_().div_(allowed).masked_fill_(~finite, 0.0).nan_to_num_(nan=0.0, posinf=math.inf)
+        got = self.got[part]
+        numbers = (
+            shares.flatten()[worst],
+            error.flatten()[worst],
+            allowed.expand_as(error)[worst // self.length, worst % self.length],
+            worst + part.start * self.length,
+            got.flatten()[worst],
+            reference.flatten()[worst],
+            (error > allowed).sum(),
+            got.isnan().sum(),
+            got.isinf().sum(),
+            (~reference.isfinite()).sum(),
+            own.max(),
+        )
+        return torch.stack([number.double() for number in numbers])
+
+
+@dataclass(frozen=True)
+class QuickRule:
+    """The rule for a timed draw, from the reference alone (its anchor would cost more than the draw).
+
+    Since |got - reference| <= |got - anchor| + |reference - anchor|, a candidate within the full rule passes this one;
+    it is wider than the full rule by the reference's own share of the allowance, at most a third.
+    """
+
+    relative: float
+    """The reference's error, relative to the largest element of a row: from the draws with an anchor."""
+    reference_share: float
+    special: bool
+
+    @staticmethod
+    def learn(comparisons: list[Comparison], dtype: torch.dtype) -> QuickRule:
+        """From one output's comparisons in the correctness draws."""
+        floor = 0.0 if is_exact(dtype) else epsilon(dtype)
+        return QuickRule(
+            max([floor, *(c.relative for c in comparisons)]),
+            max(c.reference_share for c in comparisons),
+            any(c.special for c in comparisons),
+        )
+
+    def holds(self, problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """Whether ``got`` passes: a bool scalar on the device (no host wait)."""
+        if not got.numel():
+            return torch.ones((), dtype=torch.bool, device=got.device)
+        own = own_allowance(problem, position, reference, reference.double()) if problem.allowance else None
+        if own is None and is_exact(reference.dtype):
+            return (integers(got) == integers(reference)).all()
+        length = row_length(got.shape)
+        wide = torch.promote_types(reference.dtype, torch.float32)
+        values, wanted = got.reshape(-1, length).to(wide), reference.reshape(-1, length).to(wide)
+        error, scale = (values - wanted).abs_(), wanted
+        if self.special:
+            same = (values == wanted) | (values.isnan() & wanted.isnan())
+            error = torch.where(same, 0.0, error).nan_to_num_(nan=math.inf)
+            scale = torch.where(wanted.isfinite(), wanted, 0.0)
+        if own is not None:
+            # 1 %: the problem's rule saw the reference in place of the anchor.
+            limit = own.reshape(-1, length)
+            return (error <= limit * (1.01 * (1 + self.reference_share))).all()
+        limit = scale.abs().amax(1) * (1.01 * (FACTOR + 1) * self.relative)
+        return (error.amax(1) <= limit).all()
