@@ -1,8 +1,8 @@
 """Paged decode attention in CuTe DSL: split over chunks of tokens, then a merge.
 
 A block attends 32 query heads to one chunk of one request, a warp to one key/value head with its 4 query heads, half a
-warp to one token, a thread to 8 channels. The softmax is online, in base 2. A chunk that is its request's only one gives
-the final result; others leave a partial output and log-sum-exp, which the second kernel merges.
+warp to one token, a thread to 8 channels. The softmax is online, in base 2. A request with one chunk has its result
+then; the others leave a partial output and log-sum-exp per chunk, which the second kernel merges.
 
 Chunks need no schedule from the host: request b owns the work items from kv_indptr[b] // chunk + b on, a strictly
 increasing sequence that leaves room for ceil(length / chunk), at least 1, items.
@@ -53,8 +53,8 @@ def request_of(kv_indptr: cute.Tensor, item: Int32, chunk: Int32) -> Int32:
 
 
 @cute.jit
-def rows_of(cache: cute.Tensor, slot: Int32, head: Int32, lane: Int32) -> cute.Tensor:
-    """This thread's VECTOR channels of a cache row."""
+def channels_of(cache: cute.Tensor, slot: Int32, head: Int32, lane: Int32) -> cute.Tensor:
+    """The VECTOR channels of a cache row that belong to ``lane``."""
     return cute.flat_divide(cache[Int64(slot), head, None], (VECTOR,))[None, lane]
 
 
@@ -104,8 +104,8 @@ def split_kernel(
             for u in cutlass.range_constexpr(UNROLL):
                 # Past the end the last token is read again, and its logit is dropped: unlisted slots may hold NaN.
                 slot = slots[cutlass.min(first + 2 * u + half, count - 1)]
-                keys[None, u].store(rows_of(k_cache, slot, kv_head, lane).load())
-                values[None, u].store(rows_of(v_cache, slot, kv_head, lane).load())
+                keys[None, u].store(channels_of(k_cache, slot, kv_head, lane).load())
+                values[None, u].store(channels_of(v_cache, slot, kv_head, lane).load())
             for u in cutlass.range_constexpr(UNROLL):
                 key = keys[None, u].load().to(Float32)
                 for g in cutlass.range_constexpr(GROUP):

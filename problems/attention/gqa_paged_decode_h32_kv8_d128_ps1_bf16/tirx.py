@@ -1,8 +1,8 @@
 """Paged decode attention in TIRx: split over chunks of tokens, then a merge.
 
 A block attends 32 query heads to one chunk of one request, a warp to one key/value head with its 4 query heads, half a
-warp to one token, a thread to 8 channels. The softmax is online, in base 2. A chunk that is its request's only one gives
-the final result; others leave a partial output and log-sum-exp, which the second kernel merges.
+warp to one token, a thread to 8 channels. The softmax is online, in base 2. A request with one chunk has its result
+then; the others leave a partial output and log-sum-exp per chunk, which the second kernel merges.
 
 Chunks need no schedule from the host: request b owns the work items from kv_indptr[b] // chunk + b on, a strictly
 increasing sequence that leaves room for ceil(length / chunk), at least 1, items.
@@ -91,9 +91,8 @@ def split(
     # The last request whose items begin at or before this one, found by the warp together.
     found[0] = 0
     for i in T.serial(T.ceildiv(batch, 32)):
-        if i * 32 + thread % 32 < batch:
-            if first_item(kv_indptr, i * 32 + thread % 32, chunk) <= item:
-                found[0] += 1
+        if i * 32 + thread % 32 < batch and first_item(kv_indptr, i * 32 + thread % 32, chunk) <= item:
+            found[0] += 1
     found[0] = T.cuda.warp_sum(found[0]) - 1
     request: T.let = found[0]
     part: T.let = item - first_item(kv_indptr, request, chunk)
@@ -104,7 +103,7 @@ def split(
         listed[thread] = kv_indices[begin + thread]
     T.cuda.cta_sync()
 
-    if T.Or(count > 0, part == 0):
+    if count > 0 or part == 0:
         for g in T.unroll(GROUP):
             for c in T.vectorized(VECTOR):
                 narrow[c] = q[request, kv_head * GROUP + g, lane * VECTOR + c]
@@ -163,8 +162,11 @@ def split(
                     if lane == 0:
                         lse[request, kv_head * GROUP + g] = highest[0]
                 else:
-                    for c in T.vectorized(VECTOR):
-                        partial_output[T.Cast("int64", item), kv_head * GROUP + g, lane * VECTOR + c] = total[g, c]
+                    for c in T.unroll(VECTOR // 4):
+                        for d in T.vectorized(4):
+                            partial_output[T.Cast("int64", item), kv_head * GROUP + g, lane * VECTOR + c * 4 + d] = (
+                                total[g, c * 4 + d]
+                            )
                     if lane == 0:
                         partial_lse[item, kv_head * GROUP + g] = highest[0]
 
