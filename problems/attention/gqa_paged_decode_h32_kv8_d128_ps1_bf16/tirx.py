@@ -6,9 +6,9 @@ then; the others leave a partial output and log-sum-exp per chunk, which the sec
 
 Chunks need no schedule from the host: request b owns the work items from kv_indptr[b] // chunk + b on, a strictly
 increasing sequence that leaves room for ceil(length / chunk), at least 1, items.
-
-mkb-baseline-canary b9d2a8f6-6f0b-4a13-8c3c-3b6f0f7d1e42
 """
+
+# mkb-baseline-canary b9d2a8f6-6f0b-4a13-8c3c-3b6f0f7d1e42
 
 from __future__ import annotations
 
