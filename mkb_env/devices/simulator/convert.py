@@ -1,57 +1,45 @@
-"""Conversions between the number formats of PTX, on raw register bits.
+"""PTX ``cvt``: conversions between the number formats of PTX, on raw register bits.
 
-Formulas and special cases follow the PTX ISA, section ``cvt``. Arrays of bits are unsigned integers of the type's
-width (the 4- and 6-bit formats sit in the low bits of a byte, tf32 in a 32-bit word with its low 13 bits zero).
-All functions are elementwise, keep the shape, and never warn.
+Semantics follow the PTX ISA, section ``cvt``. ``formats`` says how bits are held; all functions are elementwise, keep
+the shape, and never warn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Bits = NDArray[Any]
-"""Raw register bits: uint8, uint16, uint32 or uint64."""
+from mkb_env.devices.simulator.exact import direct, to_odd, two_sum
+from mkb_env.devices.simulator.formats import (
+    FORMATS,
+    TINY_WIDTH,
+    Array,
+    Bits,
+    bf16_to_f32,
+    canonical,
+    decode,
+    encode,
+    flush,
+    quiet,
+    round_integral,
+    round_to_format,
+)
 
-
-@dataclass(frozen=True)
-class FloatFormat:
-    """A binary floating-point format."""
-
-    name: str
-    container: type[np.unsignedinteger]
-    mantissa: int
-    """Stored mantissa bits."""
-    min_exponent: int
-    """Exponent of the smallest normal number."""
-    max_finite: float
-    infinity: bool
-    nan: int | None
-    """Bits of the NaN that PTX produces; None where the format has no NaN (then NaN becomes ``max_finite``)."""
-
-
-_F32_MAX = float(np.finfo(np.float32).max)
-FORMATS: dict[str, FloatFormat] = {
-    f.name: f
-    for f in (
-        FloatFormat("f64", np.uint64, 52, -1022, float(np.finfo(np.float64).max), True, 0x7FF8000000000000),
-        FloatFormat("f32", np.uint32, 23, -126, _F32_MAX, True, 0x7FFFFFFF),
-        FloatFormat("tf32", np.uint32, 10, -126, (2 - 2.0**-10) * 2.0**127, True, 0x7FFFFFFF),
-        FloatFormat("bf16", np.uint16, 7, -126, (2 - 2.0**-7) * 2.0**127, True, 0x7FFF),
-        FloatFormat("f16", np.uint16, 10, -14, 65504.0, True, 0x7FFF),
-        FloatFormat("e5m2", np.uint8, 2, -14, 57344.0, True, 0x7F),
-        FloatFormat("e4m3", np.uint8, 3, -6, 448.0, False, 0x7F),
-        FloatFormat("e3m2", np.uint8, 2, -2, 28.0, False, None),
-        FloatFormat("e2m3", np.uint8, 3, 0, 7.5, False, None),
-        FloatFormat("e2m1", np.uint8, 1, 0, 6.0, False, None),
-    )
-}
-"""By PTX type name. ``ue8m0`` (a power of two, no sign) is treated apart."""
+__all__ = [
+    "INTEGERS",
+    "bf16_to_f32",
+    "cvt",
+    "cvt_packed",
+    "f16_to_f32",
+    "f32_to_bf16",
+    "f32_to_f16",
+    "pack2",
+    "unpack2",
+]
 
 INTEGERS: dict[str, Any] = {
     "s8": np.int8,
@@ -63,155 +51,7 @@ INTEGERS: dict[str, Any] = {
     "u32": np.uint32,
     "u64": np.uint64,
 }
-
-_TINY_BITS = {"e5m2": 8, "e4m3": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
-_ALWAYS_FINITE = frozenset(_TINY_BITS)
-"""Destinations for which ``.satfinite`` is mandatory."""
 _INTEGRAL = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
-CANONICAL_NAN_F32 = np.uint32(0x7FFFFFFF)
-
-
-# Exact helpers -------------------------------------------------------------------------------------------------------
-
-
-def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return float64 ``s = a + b`` (nearest even) and the exact error ``e``, ``a + b == s + e`` (Knuth).
-
-    ``e`` is NaN where ``s`` is not finite.
-    """
-    s = a + b
-    t = s - a
-    return s, (a - (s - t)) + (b - t)
-
-
-def to_odd(s: Array, e: Array) -> Array:
-    """Return ``s + e`` rounded to odd, where float64 ``s`` is ``s + e`` rounded to nearest and ``e`` its exact error.
-
-    A value rounded to odd keeps its place against every number of a format with two bits fewer, so that rounding it
-    once more to such a format equals one single rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded
-    sums", 2008).
-    """
-    bits = s.view(np.int64)
-    fix = (e != 0) & ((bits & 1) == 0) & np.isfinite(s)
-    if not fix.any():
-        return s
-    # One step away from zero where the error has the sign of s, else one step towards zero.
-    step = np.where((e > 0) == (s > 0), 1, -1)
-    odd: Array = (bits + np.where(fix, step, 0)).view(np.float64)
-    return odd
-
-
-def round_integral(x: Array, rounding: str) -> Array:
-    """Round float64 ``x`` to an integral value by rn, rna, rz, rm or rp; the sign of zero is kept."""
-    match rounding:
-        case "rn":
-            return np.rint(x)
-        case "rz":
-            return np.trunc(x)
-        case "rm":
-            return np.floor(x)
-        case "rp":
-            return np.ceil(x)
-        case "rna":
-            whole = np.trunc(x)
-            return whole + np.copysign(np.abs(x - whole) >= 0.5, x)
-    raise ValueError(f"rounding {rounding!r} is not one of rn, rna, rz, rm, rp")
-
-
-def round_to_format(x: Array, fmt: FloatFormat, rounding: str, satfinite: bool = False) -> Array:
-    """Round float64 ``x`` to the nearest values of ``fmt`` in the given direction; the result is still float64.
-
-    Overflow gives infinity or the largest finite number as IEEE 754 demands for ``rounding``, and the largest finite
-    number where ``satfinite`` is set or the format has no infinity. NaN stays NaN.
-    """
-    with np.errstate(all="ignore"):
-        _, exponent = np.frexp(x)
-        quantum = np.maximum(exponent - 1, fmt.min_exponent) - fmt.mantissa
-        # Two steps, because 2**-quantum alone may overflow for subnormal targets.
-        half = quantum // 2
-        scaled = np.ldexp(np.ldexp(x, -half), half - quantum)
-        r = np.ldexp(round_integral(scaled, rounding), quantum)
-        r = np.where(np.isfinite(x), r, x)
-        over = np.abs(r) > fmt.max_finite
-        if not over.any():
-            return r
-        if satfinite or not fmt.infinity:
-            limit: Array = np.full_like(r, fmt.max_finite)
-        else:
-            up, down = rounding in ("rn", "rna", "rp"), rounding in ("rn", "rna", "rm")
-            limit = np.where(np.where(r > 0, up, down) | np.isinf(x), np.inf, fmt.max_finite)
-        return np.where(over, np.copysign(limit, r), r)
-
-
-def _encode(x: Array, fmt: FloatFormat) -> Bits:
-    """Bits of float64 ``x`` whose values lie in ``fmt``."""
-    if fmt.name == "f64":
-        return np.array(x, np.float64).view(np.uint64)
-    if fmt.name in _TINY_BITS:
-        return _encode_tiny(x, fmt)
-    with np.errstate(all="ignore"):
-        if fmt.name == "f16":
-            bits: Bits = x.astype(np.float16).view(np.uint16)
-        else:
-            bits = x.astype(np.float32).view(np.uint32)
-            if fmt.name == "bf16":
-                bits = (bits >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(x), fmt.container(fmt.nan or 0), bits)
-
-
-def _encode_tiny(x: Array, fmt: FloatFormat) -> Bits:
-    nan = np.isnan(x)
-    magnitude = np.where(nan, 0.0, np.abs(x))
-    finite = np.minimum(magnitude, fmt.max_finite)
-    _, exponent = np.frexp(finite)
-    exponent = np.where(finite == 0, fmt.min_exponent, np.maximum(exponent - 1, fmt.min_exponent))
-    units = np.ldexp(finite, fmt.mantissa - exponent).astype(np.int64)
-    # For normal numbers units holds the hidden bit, worth exactly one exponent step.
-    code = ((exponent - fmt.min_exponent).astype(np.int64) << fmt.mantissa) + units
-    if fmt.infinity:
-        code = np.where(np.isinf(magnitude), 0x7C, code)
-    code |= np.signbit(x).astype(np.int64) << (_TINY_BITS[fmt.name] - 1)
-    top = FORMATS[fmt.name].nan
-    if top is None:
-        top = int(_encode_tiny(np.array([fmt.max_finite]), fmt)[0]) if nan.any() else 0
-    return np.where(nan, top, code).astype(np.uint8)
-
-
-def _tiny_table(name: str) -> NDArray[np.float64]:
-    fmt, width = FORMATS[name], _TINY_BITS[name]
-    codes = np.arange(256)
-    magnitude = codes & ((1 << (width - 1)) - 1)
-    exponent, fraction = magnitude >> fmt.mantissa, magnitude & ((1 << fmt.mantissa) - 1)
-    significand = np.where(exponent > 0, fraction + (1 << fmt.mantissa), fraction).astype(np.float64)
-    value = np.ldexp(significand, np.maximum(exponent, 1) - 1 + fmt.min_exponent - fmt.mantissa)
-    if name == "e4m3":
-        value[magnitude == 0x7F] = np.nan
-    if name == "e5m2":
-        value[magnitude == 0x7C] = np.inf
-        value[magnitude > 0x7C] = np.nan
-    return np.where((codes >> (width - 1)) & 1, -value, value)
-
-
-_TABLES = {name: _tiny_table(name) for name in _TINY_BITS}
-_TABLES["ue8m0"] = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)
-
-
-def decode(bits: Bits, kind: str) -> NDArray[np.float64]:
-    """Values of the floating-point type ``kind`` as float64, exactly. Raises ValueError for another type name."""
-    table = _TABLES.get(kind)
-    with np.errstate(all="ignore"):
-        if table is not None:
-            return table[bits]
-        match kind:
-            case "f32" | "tf32":
-                return bits.view(np.float32).astype(np.float64)
-            case "f16":
-                return bits.view(np.float16).astype(np.float64)
-            case "bf16":
-                return bf16_to_f32(bits).astype(np.float64)
-            case "f64":
-                return bits.view(np.float64)
-    raise ValueError(f"{kind!r} is not a floating-point type of PTX that the simulator knows")
 
 
 def _encode_ue8m0(x: Array, rounding: str) -> Bits:
@@ -227,70 +67,61 @@ def _encode_ue8m0(x: Array, rounding: str) -> Bits:
 # The common conversions ----------------------------------------------------------------------------------------------
 
 
-def bf16_to_f32(bits: Bits) -> NDArray[np.float32]:
-    """Exact; NaN keeps its payload (PTX leaves it open)."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def f32_to_bf16(x: NDArray[np.float32], rounding: str = "rn") -> NDArray[np.uint16]:
     """Round float32 to bf16 bits by rn, rna, rz, rm or rp. NaN becomes 0x7fff."""
     if rounding != "rn":
-        return _encode(round_to_format(x.astype(np.float64), FORMATS["bf16"], rounding), FORMATS["bf16"])
-    bits = x.view(np.uint32)
-    half = np.uint32(16)
-    out = ((bits + (np.uint32(0x7FFF) + ((bits >> half) & np.uint32(1)))) >> half).astype(np.uint16)
+        return encode(round_to_format(x.astype(np.float64), FORMATS["bf16"], rounding), FORMATS["bf16"])
+    bits, half = x.view(np.uint32), np.uint32(16)
+    # Just below half a unit, and the last kept bit for ties: a carry into the upper half rounds up.
+    carry = bits >> half
+    carry &= np.uint32(1)
+    carry += np.uint32(0x7FFF)
+    carry += bits
+    out = (carry >> half).astype(np.uint16)
     nan = np.isnan(x)
-    if nan.any():
+    if np.count_nonzero(nan):
         out[nan] = 0x7FFF
     return out
 
 
+@quiet
 def f16_to_f32(bits: Bits) -> NDArray[np.float32]:
     """Exact; NaN becomes the canonical NaN of f32."""
-    with np.errstate(all="ignore"):
-        return canonical(bits.view(np.float16).astype(np.float32))
+    return canonical(bits.view(np.float16).astype(np.float32))
 
 
+@quiet
 def f32_to_f16(x: NDArray[np.float32], rounding: str = "rn") -> NDArray[np.uint16]:
     """Round float32 to f16 bits by rn, rna, rz, rm or rp. NaN becomes 0x7fff."""
     if rounding != "rn":
-        return _encode(round_to_format(x.astype(np.float64), FORMATS["f16"], rounding), FORMATS["f16"])
-    with np.errstate(all="ignore"):
-        out: NDArray[np.uint16] = canonical(x.astype(np.float16)).view(np.uint16)
+        return encode(round_to_format(x.astype(np.float64), FORMATS["f16"], rounding), FORMATS["f16"])
+    out: NDArray[np.uint16] = canonical(x.astype(np.float16)).view(np.uint16)
     return out
 
 
-def canonical(x: Array) -> Array:
-    """Give NaN lanes of a fresh float16 or float32 array PTX's canonical bits, in place; float64 is left alone."""
-    if x.dtype == np.float64:
-        return x
-    nan = np.isnan(x)
-    if nan.any():
-        if x.dtype == np.float32:
-            x.view(np.uint32)[nan] = CANONICAL_NAN_F32
-        else:
-            x.view(np.uint16)[nan] = 0x7FFF
-    return x
+@cache
+def _tiny_of_bf16(dst: str) -> NDArray[np.uint8]:
+    """The fp8, fp6 or fp4 code of each of the 65536 bf16 numbers, rounded to nearest even and saturated."""
+    every = decode(np.arange(1 << 16, dtype=np.uint16), "bf16")
+    return encode(round_to_format(every, FORMATS[dst], "rn", True), FORMATS[dst])
 
 
-def flush(x: Array, smallest_normal: float | None = None) -> Array:
-    """Replace subnormal numbers by zeros of the same sign (``.ftz``)."""
-    tiny = np.abs(x) < (np.finfo(x.dtype).smallest_normal if smallest_normal is None else smallest_normal)
-    if not tiny.any():
-        return x
-    return np.where(tiny, np.copysign(x.dtype.type(0), x), x)
+def _f32_to_tiny(bits: Bits, dst: str) -> Bits:
+    """By way of bf16 rounded to odd, which has the two digits more than any of these formats that this needs."""
+    sticky = (bits & np.uint32(0xFFFF)) != 0
+    return _tiny_of_bf16(dst)[(bits >> np.uint32(16)) | sticky]
 
 
 # cvt -----------------------------------------------------------------------------------------------------------------
 
 
+@quiet
 def _f32_to_int(bits: Bits, low: float, high: float, signed: type, round_off: Callable[[Array], Array]) -> Bits:
     """Of f32 to a 32-bit integer: exact in float64, out of range clamps, NaN becomes 0."""
-    with np.errstate(all="ignore"):
-        x = round_off(bits.view(np.float32).astype(np.float64))
+    x = round_off(bits.view(np.float32).astype(np.float64))
     np.clip(x, low, high, out=x)
     nan = np.isnan(x)
-    if nan.any():
+    if np.count_nonzero(nan):
         x[nan] = 0
     return x.astype(signed).view(np.uint32)
 
@@ -337,12 +168,19 @@ def cvt(
         fast = _FAST.get((src, dst, rounding))
         if fast is not None:
             return fast(values)
+    if dst in TINY_WIDTH and src == "f32" and rounding == "rn" and not (ftz or sat or relu):
+        return _f32_to_tiny(values, dst)
+    return _convert(values, src, dst, rounding, ftz, sat, relu, satfinite)
+
+
+@quiet
+def _convert(
+    values: Bits, src: str, dst: str, rounding: str | None, ftz: bool, sat: bool, relu: bool, satfinite: bool
+) -> Bits:
     if src in INTEGERS:
         exact = values.view(INTEGERS[src])
         return _int_to_int(exact, dst, sat) if dst in INTEGERS else _int_to_float(exact, dst, rounding, sat)
-    x = decode(values, src)
-    if ftz and src == "f32":
-        x = flush(x, 2.0**-126)
+    x = decode(flush(values.view(np.float32)).view(np.uint32) if ftz and src == "f32" else values, src)
     if dst in INTEGERS:
         return _float_to_int(x, src, dst, rounding)
     if rounding in _INTEGRAL:
@@ -354,7 +192,7 @@ def _int_to_int(exact: Array, dst: str, sat: bool) -> Bits:
     target = INTEGERS[dst]
     if sat:
         info, own = np.iinfo(target), np.iinfo(exact.dtype)
-        exact = np.clip(exact, max(info.min, own.min), min(info.max, own.max))
+        exact = np.clip(exact, max(int(info.min), int(own.min)), min(int(info.max), int(own.max)))
     return exact.astype(target).view(f"u{np.dtype(target).itemsize}")
 
 
@@ -372,25 +210,7 @@ def _int_to_float(exact: Array, dst: str, rounding: str | None, sat: bool) -> Bi
         x = direct(s, e, rounding) if dst == "f64" else to_odd(s, e)
     if sat:
         x = np.clip(x, 0.0, 1.0)
-    return _encode(round_to_format(x, FORMATS[dst], rounding), FORMATS[dst])
-
-
-def direct(r: Array, error: Array, rounding: str) -> Array:
-    """Turn ``r``, a result rounded to nearest, into the one rounded by ``rounding``.
-
-    ``error`` has the sign of the exact result minus ``r`` (NaN where ``r`` is infinite or NaN; those lanes stay).
-    """
-    zero, inf = r.dtype.type(0), r.dtype.type(np.inf)
-    match rounding:
-        case "rn":
-            return r
-        case "rz":
-            return np.where((error != 0) & ((error < 0) == (r > 0)) & ~np.isnan(error), np.nextafter(r, zero), r)
-        case "rm":
-            return np.where(error < 0, np.nextafter(r, -inf), r)
-        case "rp":
-            return np.where(error > 0, np.nextafter(r, inf), r)
-    raise ValueError(f"rounding {rounding!r} is not one of rn, rz, rm, rp")
+    return encode(x if dst == "f64" else round_to_format(x, FORMATS[dst], rounding), FORMATS[dst])
 
 
 def _float_to_int(x: Array, src: str, dst: str, rounding: str | None) -> Bits:
@@ -423,13 +243,14 @@ def _float_to_float(
         x = np.where(np.isnan(x) | (x <= 0), 0.0, np.minimum(x, 1.0))
     if relu:
         x = np.where(x <= 0, 0.0, x)
-    satfinite = satfinite or dst in _ALWAYS_FINITE
-    origin = FORMATS.get(src)
-    if origin is None or origin.mantissa > fmt.mantissa or origin.min_exponent < fmt.min_exponent or satfinite:
-        if rounding is None and not (src == "ue8m0" or src == dst):
+    satfinite = satfinite or dst in TINY_WIDTH
+    if src != dst and dst != "f64":
+        origin = FORMATS.get(src)
+        loses = origin is not None and (origin.mantissa > fmt.mantissa or origin.min_exponent < fmt.min_exponent)
+        if loses and rounding is None:
             raise ValueError(f"cvt of {src} to {dst} loses digits and needs a rounding modifier, got none")
         x = round_to_format(x, fmt, rounding or "rn", satfinite)
-    bits = _encode(x, fmt)
+    bits = encode(x, fmt)
     if ftz and dst == "f32":
         bits = flush(bits.view(np.float32)).view(np.uint32)
     return bits

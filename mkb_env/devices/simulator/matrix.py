@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mkb_env.devices.simulator import numerics
-from mkb_env.devices.simulator.convert import canonical, decode
-
-Array = NDArray[Any]
+from mkb_env.devices.simulator.formats import Array, canonical, decode
 
 _WIDTH = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "s32": 32, "s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8}
 

@@ -20,15 +20,12 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mkb_env.devices.simulator import convert
-from mkb_env.devices.simulator.convert import canonical, flush, round_to_format, to_odd, two_sum
+from mkb_env.devices.simulator.exact import direct, rounded, to_odd, two_product, two_sum
+from mkb_env.devices.simulator.formats import FORMATS, Array, canonical, flush, quiet, round_to_format
 
-Array = NDArray[Any]
-
-_BF16 = convert.FORMATS["bf16"]
-_FORMAT_OF = {np.dtype(np.float16): convert.FORMATS["f16"], np.dtype(np.float32): convert.FORMATS["f32"]}
+_BF16 = FORMATS["bf16"]
+_FORMAT_OF = {np.dtype(np.float16): FORMATS["f16"], np.dtype(np.float32): FORMATS["f32"]}
 
 
 def _modify(r: Array, ftz: bool, sat: bool, relu: bool) -> Array:
@@ -60,6 +57,7 @@ def _zero_sum(s: Array, p: Array, q: Array, rounding: str) -> Array:
 # add, sub, mul, fma --------------------------------------------------------------------------------------------------
 
 
+@quiet
 def add(
     a: Array,
     b: Array,
@@ -70,17 +68,16 @@ def add(
     relu: bool = False,
 ) -> Array:
     """``a + b``."""
-    with np.errstate(all="ignore"):
-        if ftz:
-            a, b = flush(a), flush(b)
-        if rounding == "rn" and not bf16:
-            return _modify(a + b, ftz, sat, relu)
-        if a.dtype == np.float64:
-            plain = _zero_sum(a + b, a, b, rounding)
-            return _modify(_rounded(lambda x, y: x + y, plain, rounding, a, b), ftz, sat, relu)
-        p, q = a.astype(np.float64), b.astype(np.float64)
-        s = _zero_sum(to_odd(*two_sum(p, q)), p, q, rounding)
-        return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
+    if ftz:
+        a, b = flush(a), flush(b)
+    if rounding == "rn" and not bf16:
+        return _modify(a + b, ftz, sat, relu)
+    if a.dtype == np.float64:
+        plain = _zero_sum(a + b, a, b, rounding)
+        return _modify(rounded(lambda x, y: x + y, plain, rounding, a, b), ftz, sat, relu)
+    p, q = a.astype(np.float64), b.astype(np.float64)
+    s = _zero_sum(to_odd(*two_sum(p, q)), p, q, rounding)
+    return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
 
 
 def sub(
@@ -96,6 +93,7 @@ def sub(
     return add(a, -b, rounding, ftz, sat, bf16, relu)
 
 
+@quiet
 def mul(
     a: Array,
     b: Array,
@@ -106,17 +104,17 @@ def mul(
     relu: bool = False,
 ) -> Array:
     """``a * b``."""
-    with np.errstate(all="ignore"):
-        if ftz:
-            a, b = flush(a), flush(b)
-        if rounding == "rn" and not bf16:
-            return _modify(a * b, ftz, sat, relu)
-        if a.dtype == np.float64:
-            return _modify(_rounded(lambda x, y: x * y, a * b, rounding, a, b), ftz, sat, relu)
-        s = a.astype(np.float64) * b  # exact: at most 48 digits, exponents within those of float64
-        return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
+    if ftz:
+        a, b = flush(a), flush(b)
+    if rounding == "rn" and not bf16:
+        return _modify(a * b, ftz, sat, relu)
+    if a.dtype == np.float64:
+        return _modify(rounded(lambda x, y: x * y, a * b, rounding, a, b), ftz, sat, relu)
+    s = a.astype(np.float64) * b  # exact: at most 48 digits, exponents within those of float64
+    return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
 
 
+@quiet
 def fma(
     a: Array,
     b: Array,
@@ -128,16 +126,15 @@ def fma(
     relu: bool = False,
 ) -> Array:
     """``a * b + c`` with one rounding."""
-    with np.errstate(all="ignore"):
-        if ftz:
-            a, b, c = flush(a), flush(b), flush(c)
-        if a.dtype == np.float64:
-            return _modify(_fma_f64(a, b, c, rounding), ftz, sat, relu)
-        if a.dtype == np.float32 and rounding == "rn" and not bf16:
-            return _modify(_fma_f32(a, b, c), ftz, sat, relu)
-        p, q = a.astype(np.float64) * b, c.astype(np.float64)
-        s = _zero_sum(to_odd(*two_sum(p, q)), p, q, rounding)
-        return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
+    if ftz:
+        a, b, c = flush(a), flush(b), flush(c)
+    if a.dtype == np.float64:
+        return _modify(_fma_f64(a, b, c, rounding), ftz, sat, relu)
+    if a.dtype == np.float32 and rounding == "rn" and not bf16:
+        return _modify(_fma_f32(a, b, c), ftz, sat, relu)
+    p, q = a.astype(np.float64) * b, c.astype(np.float64)
+    s = _zero_sum(to_odd(*two_sum(p, q)), p, q, rounding)
+    return _modify(_narrow(s, a.dtype, rounding, bf16), ftz, sat, relu)
 
 
 def _fma_f32(a: Array, b: Array, c: Array) -> Array:
@@ -145,29 +142,14 @@ def _fma_f32(a: Array, b: Array, c: Array) -> Array:
     and lies midway between two float32 numbers. Only those lanes (and results that are subnormal in float32, where
     "midway" has other bits) need the sum rounded to odd.
     """
-    p = a.astype(np.float64) * b
-    s = p + c
+    p = a.astype(np.float64) * b.astype(np.float64)
+    s = p + c.astype(np.float64)
     risky = (s.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
     risky |= np.abs(s) < 2.0**-126
-    if risky.any():
+    if np.count_nonzero(risky):
         p, c = np.broadcast_to(p, s.shape), np.broadcast_to(c, s.shape)
         s[risky] = to_odd(*two_sum(p[risky], c[risky].astype(np.float64)))
     return s.astype(np.float32)
-
-
-_SPLIT = 134217729.0  # 2**27 + 1
-
-
-def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """``a * b == p + e`` exactly (Dekker, Veltkamp), for magnitudes within 2**-480 and 2**480 or zero."""
-    p = a * b
-    t = _SPLIT * a
-    a_high = t - (t - a)
-    a_low = a - a_high
-    t = _SPLIT * b
-    b_high = t - (t - b)
-    b_low = b - b_high
-    return p, ((a_high * b_high - p) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
 def _fma_f64(a: Array, b: Array, c: Array, rounding: str) -> Array:
@@ -177,8 +159,8 @@ def _fma_f64(a: Array, b: Array, c: Array, rounding: str) -> Array:
     plain = np.where(finite & ~np.isfinite(c), c, a * b + c)
     if rounding != "rn":
         plain = _zero_sum(plain, a * b, c, rounding)
-        return _rounded(lambda x, y, z: x * y + z, plain, rounding, a, b, c)
-    p, p_error = _two_product(a, b)
+        return rounded(lambda x, y, z: x * y + z, plain, rounding, a, b, c)
+    p, p_error = two_product(a, b)
     t, t_error = two_sum(c, p_error)
     v, v_error = two_sum(p, t)
     r = v + to_odd(*two_sum(t_error, v_error))
@@ -190,73 +172,41 @@ def _fma_f64(a: Array, b: Array, c: Array, rounding: str) -> Array:
     if not safe.all():
         exact = ~safe & finite & np.isfinite(c)
         r = np.where(safe, r, plain)
-        r[exact] = _rounded(lambda x, y, z: x * y + z, plain[exact], "rn", a[exact], b[exact], c[exact])
+        r[exact] = rounded(lambda x, y, z: x * y + z, plain[exact], "rn", a[exact], b[exact], c[exact])
     return r
-
-
-def _rounded(op: Callable[..., Any], plain: Array, rounding: str, *operands: Array) -> Array:
-    """Evaluate ``op`` lane by lane in rational arithmetic and round it once to float64.
-
-    ``plain`` is the host's result: it stays where an operand is not finite or the exact result is zero. Slow (about
-    3 us a lane); kernels hardly use the operations that come here.
-    """
-    operands = np.broadcast_arrays(*operands)
-    out = np.array(plain, np.float64, order="C")
-    flat, lanes = out.reshape(-1), [o.reshape(-1) for o in operands]
-    usable = np.logical_and.reduce([np.isfinite(o) for o in lanes])
-    for i in np.flatnonzero(usable):
-        exact = op(*(Fraction(float(o[i])) for o in lanes))
-        if exact:
-            flat[i] = round_fraction(exact, rounding)
-    return out
-
-
-def round_fraction(exact: Fraction, rounding: str) -> float:
-    """Round a non-zero rational to float64 by rn, rz, rm or rp."""
-    try:
-        r = float(exact)  # nearest even, also for subnormal numbers
-    except OverflowError:
-        r = np.inf if exact > 0 else -np.inf
-    if rounding == "rn":
-        return r
-    if np.isinf(r):
-        sign = -1.0 if exact > 0 else 1.0
-    else:
-        sign = float((exact > Fraction(r)) - (exact < Fraction(r)))
-    return float(convert.direct(np.array([r]), np.array([sign]), rounding)[0])
 
 
 # div, rcp, sqrt ------------------------------------------------------------------------------------------------------
 
 
+@quiet
 def div(a: Array, b: Array, rounding: str = "rn", ftz: bool = False) -> Array:
     """``a / b`` with ``rounding`` rn, rz, rm, rp, ``approx`` or ``full``.
 
     ``.approx`` keeps the ISA's rule for divisors of magnitude above 2**126: a zero of the quotient's sign, or NaN where
     ``a`` is infinite.
     """
-    with np.errstate(all="ignore"):
-        if ftz:
-            a, b = flush(a), flush(b)
-        r = a / b
-        if rounding == "approx":
-            huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
-            if huge.any():
-                beyond = np.where(np.isfinite(a), np.copysign(a.dtype.type(0), r), a.dtype.type(np.nan))
-                r = np.where(huge, beyond, r)
-        elif rounding not in ("rn", "full"):
-            r = _directed_quotient(a, b, r, rounding)
-        return _modify(r, ftz, False, False)
+    if ftz:
+        a, b = flush(a), flush(b)
+    r = a / b
+    if rounding == "approx":
+        huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
+        if np.count_nonzero(huge):
+            beyond = np.where(np.isfinite(a), np.copysign(a.dtype.type(0), r), a.dtype.type(np.nan))
+            r = np.where(huge, beyond, r)
+    elif rounding not in ("rn", "full"):
+        r = _directed_quotient(a, b, r, rounding)
+    return _modify(r, ftz, False, False)
 
 
 def _directed_quotient(a: Array, b: Array, r: Array, rounding: str) -> Array:
     if a.dtype == np.float64:
         nonzero = np.where(b == 0, np.nan, b)  # x/0 stays as the host has it
-        return _rounded(lambda x, y: x / y, r, rounding, a, nonzero)
+        return rounded(lambda x, y: x / y, r, rounding, a, nonzero)
     # r * b is exact in float64, so that its comparison with a tells on which side of r the quotient lies.
     sides = np.sign(a.astype(np.float64) - r.astype(np.float64) * b) * np.sign(b)
     overflow = np.isinf(r) & np.isfinite(a) & (b != 0)
-    return convert.direct(r, np.where(overflow, -np.sign(r), sides), rounding)
+    return direct(r, np.where(overflow, -np.sign(r), sides), rounding)
 
 
 def rcp(a: Array, rounding: str = "rn", ftz: bool = False) -> Array:
@@ -269,48 +219,48 @@ def rcp(a: Array, rounding: str = "rn", ftz: bool = False) -> Array:
     return div(np.ones_like(a), a, rounding, ftz)
 
 
+@quiet
 def sqrt(a: Array, rounding: str = "rn", ftz: bool = False) -> Array:
     """Square root with ``rounding`` rn, rz, rm, rp or ``approx``; NaN for negative numbers, -0 for -0."""
-    with np.errstate(all="ignore"):
-        if ftz:
-            a = flush(a)
-        r = np.sqrt(a)
-        if rounding not in ("rn", "approx"):
-            r = _directed_root(a, r, rounding)
-        return _modify(r, ftz, False, False)
+    if ftz:
+        a = flush(a)
+    r = np.sqrt(a)
+    if rounding not in ("rn", "approx"):
+        r = _directed_root(a, r, rounding)
+    return _modify(r, ftz, False, False)
 
 
 def _directed_root(a: Array, r: Array, rounding: str) -> Array:
     if a.dtype != np.float64:
         wide = r.astype(np.float64)
-        return convert.direct(r, np.sign(a - wide * wide), rounding)
+        return direct(r, np.sign(a - wide * wide), rounding)
     flat, roots = a.reshape(-1), r.reshape(-1)
     sides = np.zeros(flat.shape)
     for i in np.flatnonzero(np.isfinite(flat) & (flat > 0)):
         square = Fraction(float(roots[i])) ** 2
         sides[i] = (Fraction(float(flat[i])) > square) - (Fraction(float(flat[i])) < square)
-    return convert.direct(r, sides.reshape(a.shape), rounding)
+    return direct(r, sides.reshape(a.shape), rounding)
 
 
 # Approximate functions -----------------------------------------------------------------------------------------------
 
 
+@quiet
 def _approximate(f: Callable[[Array], Array], a: Array, ftz: bool, bf16: bool = False) -> Array:
-    with np.errstate(all="ignore"):
-        if ftz:
-            a = flush(a)
-        r = _narrow(f(a.astype(np.float64)), a.dtype, "rn", bf16)
-        return _modify(r, ftz, False, False)
+    if ftz:
+        a = flush(a)
+    r = _narrow(f(a.astype(np.float64)), a.dtype, "rn", bf16)
+    return _modify(r, ftz, False, False)
 
 
+@quiet
 def _upper_half(f: Callable[[Array], Array], a: Array) -> Array:
     """``.approx.ftz.f64``: the low 32 bits of input and result count as zero, subnormal numbers are flushed."""
     mask = np.uint64(0xFFFFFFFF00000000)
-    with np.errstate(all="ignore"):
-        r = flush(f(flush((a.view(np.uint64) & mask).view(np.float64))))
-        nan = np.isnan(r)
-        upper: Array = (r.view(np.uint64) & mask).view(np.float64)
-        return np.where(nan, np.nan, upper)
+    r = flush(f(flush((a.view(np.uint64) & mask).view(np.float64))))
+    nan = np.isnan(r)
+    upper: Array = (r.view(np.uint64) & mask).view(np.float64)
+    return np.where(nan, np.nan, upper)
 
 
 def rsqrt(a: Array, ftz: bool = False) -> Array:
@@ -379,6 +329,7 @@ def maximum(
     return _extreme(np.maximum if nan else np.fmax, np.bitwise_and, a, b, c, xorsign_abs, magnitude, ftz)
 
 
+@quiet
 def _extreme(
     pick: Callable[[Array, Array], Array],
     zeros: Callable[[Array, Array], Array],
@@ -389,18 +340,17 @@ def _extreme(
     magnitude: bool,
     ftz: bool,
 ) -> Array:
-    with np.errstate(all="ignore"):
-        if ftz:
-            a, b = flush(a), flush(b)
-            c = None if c is None else flush(c)
-        first, second = (np.abs(a), np.abs(b)) if xorsign_abs or magnitude else (a, b)
-        r = _ordered(pick, zeros, first, second)
-        if c is not None:
-            r = _ordered(pick, zeros, r, np.abs(c) if magnitude else c)
-        elif xorsign_abs:
-            negative = np.signbit(a) != np.signbit(b)
-            r = np.where(negative, -r, r)
-        return canonical(r)
+    if ftz:
+        a, b = flush(a), flush(b)
+        c = None if c is None else flush(c)
+    first, second = (np.abs(a), np.abs(b)) if xorsign_abs or magnitude else (a, b)
+    r = _ordered(pick, zeros, first, second)
+    if c is not None:
+        r = _ordered(pick, zeros, r, np.abs(c) if magnitude else c)
+    elif xorsign_abs:
+        negative = np.signbit(a) != np.signbit(b)
+        r = np.where(negative, -r, r)
+    return canonical(r)
 
 
 def _ordered(
@@ -409,7 +359,7 @@ def _ordered(
     """``pick`` leaves the sign of a zero open. Equal operands differ at most in that sign: or, and of their bits."""
     r = pick(a, b)
     zero = r == 0
-    if zero.any():
+    if np.count_nonzero(zero):
         unsigned = f"u{a.dtype.itemsize}"
         both = zeros(a.view(unsigned), b.view(unsigned)).view(a.dtype)
         r = np.where(zero & (a == b), both, r)
