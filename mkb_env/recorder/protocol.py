@@ -7,7 +7,9 @@ from typing import Literal
 import msgspec
 
 FAILURE_KINDS = ("rejected", "compile_error", "host_error", "launch_error", "timeout", "unsupported", "infra_error")
-FailureKind = Literal["rejected", "compile_error", "host_error", "launch_error", "timeout", "unsupported", "infra_error"]
+FailureKind = Literal[
+    "rejected", "compile_error", "host_error", "launch_error", "timeout", "unsupported", "infra_error"
+]
 
 
 class TensorInput(msgspec.Struct, frozen=True, tag="tensor"):

@@ -23,6 +23,13 @@ int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { retu
 int _cuLibraryGetKernel(void **kernel, void *library, const char *name) { return mkb_kernel_handle(kernel, library, name); }
 HARMLESS(_cudaLibraryUnload)
 HARMLESS(_cuLibraryUnload)
+/* CUfunction_attribute 0 is the largest block; the others CuTe asks about (static shared memory, ...) are zero: its
+ * kernels use dynamic shared memory only. */
+int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
+    (void)kernel; (void)device;
+    *value = attribute == 0 ? 1024 : 0;
+    return 0;
+}
 HARMLESS(_cudaFuncSetAttribute)
 HARMLESS(_cudaKernelSetAttributeForDevice)
 
@@ -61,7 +68,6 @@ HARMLESS(_cudaEventRecord)
 HARMLESS(_cudaProfilerStart)
 HARMLESS(_cudaProfilerStop)
 
-REFUSED(_cuKernelGetAttribute)
 REFUSED(_cuLibraryGetGlobal)
 REFUSED(_cuLibraryGetKernelCount)
 REFUSED(_cuLibraryGetManaged)

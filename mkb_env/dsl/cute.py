@@ -1,0 +1,89 @@
+"""CuTe DSL (``nvidia-cutlass-dsl``): compiled through MLIR and NVVM; its JIT host code calls the CUDA runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkb_env.recorder.tape import Tape
+
+NAME = "cute"
+TITLE = "CuTe DSL"
+PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "cuda-bindings")
+IMPORTS = ("cutlass",)
+CONTRACT = (Path(__file__).parent / "contract_cute.txt").read_text(encoding="utf-8")
+HINTS = (
+    (
+        r"generic address space|address space.*generic|cp\.async.*(gmem|global)",
+        "compile with the tensors that solve was given (from_dlpack of a CUDA tensor), so that pointers are global",
+    ),
+    (
+        r"dynamic.*(Boolean|bool)|Cannot.*(bool|branch).*dynamic|not.*compile.?time",
+        "a value known only at run time steers Python control flow: use cutlass.const_expr for compile-time branches, "
+        "or a plain if/for in a @cute.jit or @cute.kernel function",
+    ),
+    (
+        r"source code (is )?not available|could not get source|OSError.*source",
+        "define @cute.kernel and @cute.jit functions at module level in the submitted file, not through exec",
+    ),
+)
+
+_tape: Tape | None = None
+
+
+def _site() -> Path:
+    return Path(sysconfig.get_paths()["purelib"])
+
+
+def preload() -> None:
+    """Import the DSL with its launches intercepted."""
+    from mkb_env.recorder.sink import CUTE_LIBRARY
+    from mkb_env.recorder.target import ARCH
+
+    runtime = _site() / "nvidia_cutlass_dsl" / "cu13" / "lib" / "libcute_dsl_runtime.so"
+    os.environ.update(
+        CUTE_DSL_ARCH=ARCH,
+        CUTE_DSL_KEEP="ptx,cubin",
+        CUTE_DSL_LIBS=f"{CUTE_LIBRARY}:{runtime}",
+        CUTE_DSL_DISABLE_FILE_CACHING="1",
+    )
+    import cutlass.cute.runtime
+    import cutlass.pipeline
+    import cutlass.utils
+    from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
+
+    original = JitFunctionArtifacts.__post_init__
+
+    def keep(self: Any) -> None:
+        original(self)
+        if _tape is not None and isinstance(self.PTX, str) and isinstance(self.CUBIN, bytes):
+            _tape.add_module(self.PTX, self.CUBIN)
+
+    JitFunctionArtifacts.__post_init__ = keep
+
+
+def attach(tape: Tape, scratch: str) -> list[ctypes.CDLL]:
+    """Send compiled modules to ``tape``; returns the libraries whose calls it must receive."""
+    global _tape
+    from mkb_env.recorder.sink import CUTE_LIBRARY
+
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    _tape = tape
+    CuTeDSL._get_dsl().envar.dump_dir = scratch  # read from the environment once, at import, which was in the parent
+    return [ctypes.CDLL(str(CUTE_LIBRARY), mode=ctypes.RTLD_GLOBAL)]
+
+
+def is_compiler_frame(filename: str) -> bool:
+    """Whether a traceback's frame belongs to CuTe DSL."""
+    return "/nvidia_cutlass_dsl/" in filename
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed distributions."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -1,0 +1,111 @@
+"""TIRx (``apache-tvm``, ``tvm.tirx``): emits CUDA C, compiled by NVRTC; TVM's runtime calls the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkb_env.recorder.tape import Tape
+
+NAME = "tirx"
+TITLE = "TIRx"
+PACKAGES = ("apache-tvm", "apache-tvm-ffi", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl", "cuda-bindings")
+IMPORTS = ("tvm",)
+CONTRACT = (Path(__file__).parent / "contract_tirx.txt").read_text(encoding="utf-8")
+HINTS = (
+    (
+        r"(?i)tir_pipeline|pipeline.*not (found|registered)",
+        'compile with tvm.compile(module, target=..., tir_pipeline="tirx")',
+    ),
+    (
+        r"(?i)memory verif|did you forget to bind|host.*directly.*device memory",
+        "the function touches device memory outside a kernel: begin it with T.device_entry() and index with "
+        "T.cta_id / T.thread_id",
+    ),
+    (
+        r"(?i)undefined variable|not defined",
+        "names in a T.prim_func are looked up when it is parsed: define constants above it, at module level or in the "
+        "enclosing function",
+    ),
+)
+
+_tape: Tape | None = None
+_libraries: list[ctypes.CDLL] = []
+
+
+def preload() -> None:
+    """Import TVM over the stand-in CUDA libraries and take over its CUDA compilation."""
+    from mkb_env.recorder.sink import TVM_LIBRARIES
+    from mkb_env.recorder.target import ARCH
+
+    toolkit = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
+    os.environ["CUDA_PATH"] = str(toolkit)
+    os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"-I{toolkit / 'include' / 'cccl'}"
+    # loaded before TVM, under the SONAMEs it links: its calls come to us
+    _libraries.extend(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in TVM_LIBRARIES)
+    import tvm_ffi
+    from cuda.bindings import nvrtc
+    from tvm.script import tirx  # noqa: F401
+    from tvm.support import nvcc
+
+    # An NVRTC program compiled for a real architecture holds PTX beside the cubin: one compilation gives both.
+    get_cubin = nvrtc.nvrtcGetCUBIN
+    texts: list[str] = []
+
+    def get_both(program: Any, cubin: Any) -> Any:
+        error, size = nvrtc.nvrtcGetPTXSize(program)
+        text = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, text)
+        texts.append(bytes(text).rstrip(b"\0").decode())
+        return get_cubin(program, cubin)
+
+    nvrtc.nvrtcGetCUBIN = get_both
+
+    def compile_cuda(code: str, *_: Any) -> bytes:
+        texts.clear()
+        cubin = bytes(nvcc.compile_cuda(code, target_format="cubin", arch=ARCH, compiler="nvrtc"))
+        if _tape is not None:
+            _tape.add_module(texts[-1], cubin)
+        return cubin
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cuda, override=True)
+
+
+def attach(tape: Tape, scratch: str) -> list[ctypes.CDLL]:
+    """Send compiled modules to ``tape``; returns the libraries whose calls it must receive."""
+    global _tape
+    import tvm_ffi
+
+    from mkb_env.recorder.tensors import RecordedTensor
+
+    _tape = tape
+    RecordedTensor.__tvm_ffi_object__ = lambda self: tvm_ffi.from_dlpack(_Exchange(self))  # type: ignore[attr-defined]
+    return _libraries
+
+
+class _Exchange:
+    """Hands a recorded tensor to tvm_ffi by its DLPack methods alone (torch's faster path would say CPU)."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.tensor.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+
+def is_compiler_frame(filename: str) -> bool:
+    """Whether a traceback's frame belongs to TVM."""
+    return "/tvm/" in filename or "/tvm_ffi/" in filename
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed distributions."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -1,0 +1,58 @@
+"""The recorder as a forking server: warm with torch and both DSLs, one confined child per submission."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from mkb_env.recorder.protocol import Recording, RecordRequest
+
+_scratch: Path
+
+
+def preload(argument: str) -> None:
+    """Import torch and both DSLs without touching a CUDA driver."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+    import torch._dynamo  # torch imports it on the first use of a dispatch mode: a second and a half
+
+    from mkb_env import dsl
+    from mkb_env.recorder import record, standins  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    for name in dsl.NAMES:
+        dsl.get(name).preload()
+    standins.install_torch_cuda()
+    standins.install_cuda_bindings()
+
+
+def confine(memory_bytes: int) -> tuple[str, ...]:
+    """Put the child into its scratch folder and its sandbox."""
+    from mkb_env.recorder import sandbox
+
+    global _scratch
+    _scratch = Path(tempfile.mkdtemp(prefix="mkb-record-"))
+    os.chdir(_scratch)
+    os.environ.update(HOME=str(_scratch), TMPDIR=str(_scratch))
+    tempfile.tempdir = str(_scratch)
+    return sandbox.confine(memory_bytes, _scratch)
+
+
+def handle(payload: bytes, progress: Callable[[str], None]) -> bytes:
+    """Record one request (see :mod:`mkb_env.recorder.protocol`)."""
+    from mkb_env import dsl
+    from mkb_env.recorder.record import record
+
+    start = time.perf_counter()
+    request = msgspec.msgpack.decode(payload, type=RecordRequest)
+    recording: Recording = record(request, dsl.get(request.dsl), _scratch, progress)
+    shutil.rmtree(_scratch, ignore_errors=True)
+    recording = msgspec.structs.replace(recording, seconds={**recording.seconds, "record": time.perf_counter() - start})
+    return msgspec.msgpack.encode(recording)
