@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -14,7 +15,9 @@ from mkb_env.judge.verdict import OutputDiff, clip
 from mkb_env.problems.contract import Problem
 
 SMALL_ERROR = 0.05
-"""Errors whose root mean square is within this share of that of the wanted values are read as a matter of precision."""
+"""Errors of this size, as a ratio of root mean squares over the output, are read as a matter of precision..."""
+SMALL_EXCESS = 0.15
+"""...if those outside the allowance are no larger than this."""
 DENSE = 0.85
 """Share of a region's elements that must be wrong for the region to be named: some are right by luck."""
 FACTORS = {
@@ -102,9 +105,16 @@ def _values(got: torch.Tensor, want: torch.Tensor, outside: torch.Tensor, found:
                 return phrase
     if len(bad) >= 8 and (phrase := _moved(mine, theirs, outside)):
         return phrase
-    if float((bad - wanted).square().sum()) <= SMALL_ERROR**2 * float(wanted.square().sum()):
+    if _ratio(bad, wanted) <= SMALL_EXCESS and _ratio(mine, theirs) <= SMALL_ERROR:
         return f"close but not within tolerance (at most {found.share:.1f} times it): a matter of precision"
     return ""
+
+
+def _ratio(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Root mean square of the error over that of the wanted values, where both are finite."""
+    finite = mine.isfinite() & theirs.isfinite()
+    wanted = float(theirs[finite].square().sum())
+    return math.sqrt(float((mine - theirs)[finite].square().sum()) / wanted) if wanted else math.inf
 
 
 def _factor(bad: torch.Tensor, wanted: torch.Tensor) -> str:
@@ -226,8 +236,8 @@ def _indices(axis: int, flags: torch.Tensor, dims: int) -> str:
         note = f", a multiple of {block} aligned to it" if block and not edge else ""
         return f"{edge + f' {len(places)} ' if edge else ''}{named if edge else run}{where}{note}"
     step = places[1] - places[0]
-    if step > 1 and all(b - a == step for a, b in zip(places, places[1:], strict=False)) and len(places) > 2:
-        return f"every {_ordinal(step)} of the {named}{where}, from {first} to {last}"
+    if step > 1 and all(b - a == step for a, b in pairwise(places)) and len(places) > 2:
+        return f"every {_ordinal(step)} {name}{where}, from {first} to {last}"
     shown = ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
     return f"{named} {shown}{where}"
 

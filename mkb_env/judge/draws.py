@@ -13,6 +13,7 @@ import hashlib
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -140,7 +141,7 @@ def _widen(value: Value) -> Value:
 def strict_math() -> Iterator[None]:
     """No TF32 and no reduced-precision reductions while the reference runs; the former settings come back after."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    places = (
+    places: tuple[tuple[Any, str], ...] = (
         (matmul, "allow_tf32"),
         (cudnn, "allow_tf32"),
         (matmul, "allow_bf16_reduced_precision_reduction"),

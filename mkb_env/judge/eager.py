@@ -55,6 +55,11 @@ class _EagerModel(TorchDispatchMode):
         super().__init__()
         self.total_us = 0.0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps the mode for torch.compile and imports 800 modules (2 s) on first use.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -10,7 +10,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import msgspec
@@ -154,13 +154,10 @@ class _Judge:
         )
 
     def close(self) -> None:
-        if self.loaded is None:
-            return
-        try:
-            self.loaded.close()
-        except DeviceFault:
-            # The fault that broke the device has been reported already.
-            pass
+        """Unload the plan; a fault of the device has been reported already."""
+        if self.loaded is not None:
+            with suppress(DeviceFault):
+                self.loaded.close()
 
     def _sorted_diffs(self) -> tuple[OutputDiff, ...]:
         return tuple(self.diffs[position][1] for position in sorted(self.diffs))
@@ -183,7 +180,7 @@ class _Judge:
             if complaint := structure.misfit(self.plan, self.problem, given):
                 raise _Ended(Stage.LAUNCH_ERROR, complaint)
         with self._clock("check"):
-            bound = self._bind(given)
+            bound = self.loaded.bind(given)
             bound.poison()
             bound.run()
             self.device.synchronize()
@@ -202,10 +199,6 @@ class _Judge:
     def _reference(self, inputs: Sequence[draws.Value]) -> object:
         with draws.strict_math(), torch.no_grad():
             return self.problem.reference(*inputs)
-
-    def _bind(self, given: Sequence[draws.Value]):  # type: ignore[no-untyped-def]
-        assert self.loaded is not None
-        return self.loaded.bind(given)
 
     def _refuse_changed_inputs(self, seed: int, given: Sequence[draws.Value], again: Sequence[draws.Value]) -> None:
         flags = draws.changed(given, again, self.device.torch_device).tolist()

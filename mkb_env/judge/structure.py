@@ -92,15 +92,19 @@ def wrong(plan: LaunchPlan, problem: Problem, result: object) -> str:
     kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
     flat = kind == "tensor" or all(child.kind == "tensor" for child in plan.output_tree.children)
     if plan.output_tree.kind != kind or not flat or len(plan.outputs) != len(reference):
-        wanted = "one tensor" if kind == "tensor" else f"a {kind} of {len(reference)} tensors"
-        got = "one tensor" if plan.output_tree.kind == "tensor" else f"a {plan.output_tree.kind} of "
-        got += "" if plan.output_tree.kind == "tensor" else f"{len(plan.output_tree.children)} items"
-        return f"solve returned {got}; the reference returns {wanted} ({', '.join(problem.outputs)})"
-    for position, (view, tensor) in enumerate(zip(plan.outputs, reference, strict=True)):
-        want, got = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")), (view.shape, view.dtype)
-        if want != got:
+        wanted = _structure(kind, len(reference), problem.outputs)
+        got = _structure(plan.output_tree.kind, len(plan.output_tree.children))
+        return f"solve returned {got}; the reference returns {wanted}"
+    for position, (output, tensor) in enumerate(zip(plan.outputs, reference, strict=True)):
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if (shape, dtype) != (output.shape, output.dtype):
             return (
-                f"output[{position}] (`{problem.outputs[position]}`) has shape {got[0]} and dtype {got[1]}; "
-                f"the reference's has shape {want[0]} and dtype {want[1]}"
+                f"output[{position}] (`{problem.outputs[position]}`) has shape {output.shape} and dtype {output.dtype};"
+                f" the reference's has shape {shape} and dtype {dtype}"
             )
     return ""
+
+
+def _structure(kind: str, count: int, names: Sequence[str] = ()) -> str:
+    listed = f" ({', '.join(names)})" if names else ""
+    return ("one tensor" if kind == "tensor" else f"a {kind} of {count} items") + listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
@@ -13,7 +13,7 @@ MAX_MESSAGE = 4000
 """Characters of a message that are kept, from its head and its tail."""
 
 
-class Stage(str, Enum):
+class Stage(StrEnum):
     """Where a submission's judging ended. A closed set."""
 
     REJECTED = "rejected"
@@ -46,7 +46,8 @@ class OutputDiff(msgspec.Struct, frozen=True):
     dtype: str
     passed: bool
     max_abs_error: float
-    """Against the fp64 anchor; infinite where a NaN or Inf is out of place."""
+    """|error| against the fp64 anchor at the worst place, that with the largest share of its allowance; infinite where
+    a NaN or Inf is out of place."""
     allowance: float
     worst_index: tuple[int, ...] = ()
     got: float | None = None
@@ -91,7 +92,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     timing: Timing | None = None
     kernels: tuple[KernelInfo, ...] = ()
     seconds: dict[str, float] = {}
-    """Wall clock by stage: draw, load, check, timing."""
+    """Wall clock by stage: draw, load, check, reference (with its fp64 anchor), timing."""
     seeds_sha256: str = ""
     device: str = ""
     simulated: bool = True
