@@ -251,8 +251,9 @@ class LoadedCudaPlan:
             self.device.make_current()
             return BoundCudaPlan(self, inputs)
 
-    def estimate_us(self) -> None:
+    def estimate_us(self) -> float | None:
         """None: a real device is timed, not estimated."""
+        return None
 
     def close(self) -> None:
         """Unload the images."""
@@ -275,13 +276,13 @@ def _load_image(device: CudaDevice, plan: LaunchPlan, number: int) -> int:
         return device.driver.load_module(image.cubin or image.ptx.encode() + b"\0")
     except cuda_driver.CudaError as error:
         have = "sm_{}{}".format(*device.compute_capability)
-        if error.code == cuda_driver.UNSUPPORTED_PTX_VERSION:
+        if error.code == cuda_driver.UNSUPPORTED_PTX_VERSION or "Unsupported .version" in error.log:
             message = (
                 f"image {number} is PTX of a newer version than this driver (CUDA {device.driver.version()}) reads; "
                 "record the plan with a cubin, or update the driver"
             )
             raise DeviceFault("unsupported", message) from None
-        if error.code == cuda_driver.NO_BINARY_FOR_GPU or (error.code == cuda_driver.INVALID_PTX and not image.cubin):
+        if error.code in (cuda_driver.NO_BINARY_FOR_GPU, cuda_driver.INVALID_IMAGE, cuda_driver.INVALID_PTX):
             message = (
                 f"image {number} was compiled for {plan.target} and does not load on {device.name} ({have}): {error}"
             )
