@@ -89,6 +89,9 @@ class CudaDevice:
     def __init__(self, ordinal: int = 0) -> None:
         import torch
 
+        if not torch.cuda.is_available():
+            reason = available() or "torch sees no device"
+            raise DeviceFault("infra_error", f"CUDA device {ordinal} cannot be used: {reason}")
         self.broken = False
         self._lost = ""
         self._launched: tuple[str, ...] = ()
@@ -98,7 +101,7 @@ class CudaDevice:
             self.driver = cuda_driver.driver()
             self._context = self.driver.primary_context(ordinal)
             self.shared_limit = self.driver.device_attribute(cuda_driver.DEVICE_SHARED_OPTIN, ordinal)
-        except (RuntimeError, AssertionError, OSError, cuda_driver.CudaError) as error:
+        except (RuntimeError, OSError, cuda_driver.CudaError) as error:
             raise DeviceFault("infra_error", f"CUDA device {ordinal} cannot be used: {error}") from None
         self.ordinal = ordinal
         self.torch_device = torch.device("cuda", ordinal)

@@ -160,6 +160,12 @@ def test_unknown_handler_is_an_infra_error() -> None:
     assert caught.value.stage == "infra_error"
 
 
+def test_a_missing_gpu_is_an_infra_error() -> None:
+    with Launcher(HANDLER, ordinal=99) as launcher, pytest.raises(DeviceFault, match="CUDA device 99") as caught:
+        launcher.call(b"echo", 5)
+    assert caught.value.stage == "infra_error"
+
+
 def test_slow_start_is_an_infra_error() -> None:
     with (
         Launcher(HANDLER, ordinal=None, start_seconds=0.01) as launcher,
