@@ -89,7 +89,6 @@ class Source:
                 isinstance(node, ast.Name)
                 and node.id in names
                 and node.id not in self.bound
-                and hasattr(builtins, node.id)
             ):
                 yield Named(node.id, node)
 

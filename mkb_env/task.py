@@ -1,0 +1,101 @@
+"""What an agent is told, read from files without importing a problem, torch or a DSL."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mkb_env.problems.contract import ProblemRef, find
+
+if TYPE_CHECKING:
+    from mkb_env.judge.client import Judge
+
+TIMED_WORKLOADS = {"full": "on a GPU", "small": "in the simulator"}
+"""Workload -> where it is the default. Held-out shapes are judged too, and never shown."""
+
+
+@dataclass(frozen=True)
+class Briefing:
+    """A problem's file as a syntax tree."""
+
+    ref: ProblemRef
+    tree: ast.Module
+
+    @cached_property
+    def constants(self) -> dict[str, ast.expr]:
+        """Module-level assignments to one name."""
+        return {
+            target.id: statement.value
+            for statement in self.tree.body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+
+    def literal(self, name: str) -> Any:
+        """The value of a constant.
+
+        Raises:
+            ValueError: if the file does not assign a literal to ``name``.
+        """
+        try:
+            return ast.literal_eval(self.constants[name])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{self.ref.folder / 'problem.py'} must assign a literal to {name}: {error!r}") from None
+
+    @property
+    def title(self) -> str:
+        return str(self.literal("TITLE"))
+
+    @property
+    def number(self) -> int:
+        return int(self.literal("NUMBER"))
+
+    @property
+    def model(self) -> str:
+        return str(self.literal("MODEL"))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.literal("INPUTS"))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(self.literal("OUTPUTS"))
+
+    def shape_source(self, workload: str) -> str:
+        """The shape of a workload, as Python source. Raises ValueError if the file has no such workload."""
+        workloads = self.constants.get("WORKLOADS")
+        for key, value in zip(getattr(workloads, "keys", ()), getattr(workloads, "values", ()), strict=True):
+            if isinstance(key, ast.Constant) and key.value == workload:
+                return ast.unparse(value)
+        raise ValueError(f"{self.ref.folder / 'problem.py'} has no workload {workload!r}")
+
+    @property
+    def task(self) -> str:
+        """The problem's docstring, the call, and the shapes that are timed."""
+        shapes = "\n".join(
+            f"  {name} (timed {where}): {self.shape_source(name)}" for name, where in TIMED_WORKLOADS.items()
+        )
+        return (
+            f"{(ast.get_docstring(self.tree) or '').strip()}\n\n"
+            f"The call: solve({', '.join(self.inputs)}) -> {', '.join(self.outputs)}\n\n"
+            f"Shapes that are judged, besides others of the same kind that are not shown:\n{shapes}\n"
+        )
+
+
+def brief(slug: str) -> Briefing:
+    """The briefing on a problem.
+
+    Raises:
+        ValueError: if there is no such problem.
+    """
+    ref = find(slug)
+    return Briefing(ref, ast.parse((ref.folder / "problem.py").read_text(encoding="utf-8")))
+
+
+def default_workload(judge: Judge) -> str:
+    """``small`` in the simulator, ``full`` on a GPU."""
+    return "small" if judge.simulated else "full"
