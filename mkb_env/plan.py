@@ -35,7 +35,9 @@ MAX_BLOCK = (1024, 1024, 64)
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**47)]
-Dim3 = tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], Annotated[int, Meta(ge=1, le=65535)], Annotated[int, Meta(ge=1, le=65535)]]
+Dim3 = tuple[
+    Annotated[int, Meta(ge=1, le=2**31 - 1)], Annotated[int, Meta(ge=1, le=65535)], Annotated[int, Meta(ge=1, le=65535)]
+]
 Dtype = Annotated[str, Meta(max_length=32)]
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -48,14 +50,14 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the plan's records."""
 
 
-class Buffer(Frozen):
+class Buffer(Frozen, frozen=True):
     """One allocation. ``input`` is the position of the tensor in ``solve``'s arguments, or None for a workspace."""
 
     nbytes: Bytes
     input: Annotated[int, Meta(ge=0, le=255)] | None = None
 
 
-class TensorView(Frozen):
+class TensorView(Frozen, frozen=True):
     """A strided view of a buffer: ``offset`` in bytes, ``strides`` in elements (never negative)."""
 
     buffer: Index
@@ -77,7 +79,7 @@ class TensorView(Frozen):
         return self.offset + (last + 1) * DTYPE_BYTES[self.dtype]
 
 
-class Image(Frozen):
+class Image(Frozen, frozen=True):
     """One GPU module. ``ptx`` feeds the simulator, ``cubin`` (cubin or fatbin) the driver; at least one is present."""
 
     ptx: str
@@ -86,7 +88,7 @@ class Image(Frozen):
     """Kernel name -> registers per thread, where the compiler reported it."""
 
 
-class Pointer(Frozen):
+class Pointer(Frozen, frozen=True):
     """Eight bytes at ``offset`` within a parameter hold the address of ``buffer`` plus ``addend`` bytes."""
 
     offset: Index
@@ -94,7 +96,7 @@ class Pointer(Frozen):
     addend: Annotated[int, Meta(ge=0, le=2**47)]
 
 
-class TensorMap(Frozen):
+class TensorMap(Frozen, frozen=True):
     """Arguments of ``cuTensorMapEncodeTiled``, for a 128-byte descriptor that the device encodes when it binds."""
 
     offset: Index
@@ -112,7 +114,7 @@ class TensorMap(Frozen):
     oob_fill: Annotated[int, Meta(ge=0, le=1)]
 
 
-class Param(Frozen):
+class Param(Frozen, frozen=True):
     """One kernel parameter: its bytes, with zeros where pointers and descriptors are patched in."""
 
     data: Annotated[bytes, Meta(max_length=MAX_PARAM_BYTES)]
@@ -120,7 +122,7 @@ class Param(Frozen):
     tensor_maps: tuple[TensorMap, ...] = ()
 
 
-class Launch(Frozen, tag="launch"):
+class Launch(Frozen, frozen=True, tag="launch"):
     """One kernel launch; ``shared_bytes`` is dynamic shared memory, ``grid`` and ``cluster`` count blocks."""
 
     image: Index
@@ -135,21 +137,21 @@ class Launch(Frozen, tag="launch"):
     """Programmatic dependent launch: may start before the previous kernel has ended."""
 
 
-class Fill(Frozen, tag="fill"):
+class Fill(Frozen, frozen=True, tag="fill"):
     """Set every element of ``target`` to ``value`` (converted to its dtype)."""
 
     target: TensorView
     value: bool | int | float
 
 
-class Copy(Frozen, tag="copy"):
+class Copy(Frozen, frozen=True, tag="copy"):
     """Copy ``source`` to ``target`` element by element, casting (round to nearest even) where dtypes differ."""
 
     target: TensorView
     source: TensorView
 
 
-class Upload(Frozen, tag="upload"):
+class Upload(Frozen, frozen=True, tag="upload"):
     """Write constant bytes, known while recording, into ``target`` (contiguous)."""
 
     target: TensorView
@@ -159,7 +161,7 @@ class Upload(Frozen, tag="upload"):
 Step = Launch | Fill | Copy | Upload
 
 
-class OutputTree(Frozen):
+class OutputTree(Frozen, frozen=True):
     """Structure of ``solve``'s return value: ``tensor`` leaves count the plan's ``outputs`` in order."""
 
     kind: Literal["tensor", "tuple", "list"]
@@ -170,7 +172,7 @@ class OutputTree(Frozen):
         return 1 if self.kind == "tensor" else sum(child.leaves for child in self.children)
 
 
-class LaunchPlan(Frozen):
+class LaunchPlan(Frozen, frozen=True):
     """Everything one call of ``solve`` asked for, in order."""
 
     version: Literal[1]
@@ -240,7 +242,9 @@ def validate(plan: LaunchPlan) -> None:
     for number, view in enumerate(plan.outputs):
         _check_view(plan, view, f"output {number}")
     if plan.output_tree.leaves != len(plan.outputs):
-        raise PlanError(f"the output structure has {plan.output_tree.leaves} tensors, the plan lists {len(plan.outputs)}")
+        raise PlanError(
+            f"the output structure has {plan.output_tree.leaves} tensors, the plan lists {len(plan.outputs)}"
+        )
 
 
 def _check_buffers(plan: LaunchPlan) -> None:
@@ -301,7 +305,9 @@ def _check_launch(plan: LaunchPlan, launch: Launch, where: str) -> None:
         if any(g > m for g, m in zip(got, most, strict=True)):
             raise PlanError(f"{where}: {name} {got} exceeds the device's limit {most}")
     if math.prod(launch.block) > 1024:
-        raise PlanError(f"{where}: block {launch.block} has {math.prod(launch.block)} threads, at most 1024 are allowed")
+        raise PlanError(
+            f"{where}: block {launch.block} has {math.prod(launch.block)} threads, at most 1024 are allowed"
+        )
     if math.prod(launch.cluster) > 16 or any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
         raise PlanError(f"{where}: cluster {launch.cluster} must divide grid {launch.grid} and have at most 16 blocks")
     if sum(len(param.data) for param in launch.params) > MAX_PARAM_BYTES:
@@ -315,7 +321,12 @@ def _check_launch(plan: LaunchPlan, launch: Launch, where: str) -> None:
             _check_pointer(plan, tensor_map.buffer, tensor_map.addend, f"{where}, parameter {number}")
             if tensor_map.offset + 128 > len(param.data):
                 raise PlanError(f"{where}, parameter {number}: a tensor map lies outside its {len(param.data)} bytes")
-            ranks = {len(tensor_map.dims), len(tensor_map.strides) + 1, len(tensor_map.box), len(tensor_map.element_strides)}
+            ranks = {
+                len(tensor_map.dims),
+                len(tensor_map.strides) + 1,
+                len(tensor_map.box),
+                len(tensor_map.element_strides),
+            }
             if len(ranks) != 1:
                 raise PlanError(f"{where}, parameter {number}: the tensor map's ranks differ: {sorted(ranks)}")
 
@@ -324,4 +335,6 @@ def _check_pointer(plan: LaunchPlan, buffer: int, addend: int, where: str) -> No
     if buffer >= len(plan.buffers):
         raise PlanError(f"{where}: buffer {buffer} does not exist")
     if addend > plan.buffers[buffer].nbytes:
-        raise PlanError(f"{where}: a pointer {addend} bytes into buffer {buffer} of {plan.buffers[buffer].nbytes} bytes")
+        raise PlanError(
+            f"{where}: a pointer {addend} bytes into buffer {buffer} of {plan.buffers[buffer].nbytes} bytes"
+        )

@@ -11,7 +11,8 @@
     HOST_VISIBLE = ()                            # integer inputs whose values host code may read
     WORKLOADS = {"full": {...}, "small": {...}, "heldout": [{...}, {...}]}
     def make_inputs(generator, shape): ...       # tuple of tensors and scalars, on generator.device
-    def reference(*inputs): ...                  # eager PyTorch; a tensor, or a tuple of tensors
+    def output_specs(shape): ...                 # ((shape, dtype), ...) of the results
+    def reference(*inputs): ...                  # eager PyTorch; one result as a tensor, several as a tuple
     def COST(shape): ...                         # -> Cost
     # optional, where rounding points matter:
     def anchor(*inputs): ...                     # fp64 truth; default: reference on float64 inputs
@@ -84,6 +85,7 @@ class Problem:
     host_visible: tuple[str, ...]
     workloads: dict[str, Any]
     make_inputs: Callable[..., tuple[Any, ...]]
+    output_specs: Callable[[Shape], tuple[tuple[tuple[int, ...], Any], ...]]
     reference: Callable[..., Any]
     cost: Callable[[Shape], Cost]
     anchor: Callable[..., Any] | None
@@ -138,7 +140,19 @@ def load(slug: str) -> Problem:
     """
     ref = find(slug)
     module = importlib.import_module(f"mkb_env.problems.{ref.family}.{ref.slug}.problem")
-    needed = ("TITLE", "NUMBER", "MODEL", "INPUTS", "OUTPUTS", "HOST_VISIBLE", "WORKLOADS", "make_inputs", "reference", "COST")
+    needed = (
+        "TITLE",
+        "NUMBER",
+        "MODEL",
+        "INPUTS",
+        "OUTPUTS",
+        "HOST_VISIBLE",
+        "WORKLOADS",
+        "make_inputs",
+        "output_specs",
+        "reference",
+        "COST",
+    )
     missing = [name for name in needed if not hasattr(module, name)]
     if missing or not module.__doc__:
         raise ValueError(f"{ref.folder / 'problem.py'} must define {', '.join(missing) or 'a docstring'}")
@@ -154,6 +168,7 @@ def load(slug: str) -> Problem:
         host_visible=module.HOST_VISIBLE,
         workloads=module.WORKLOADS,
         make_inputs=module.make_inputs,
+        output_specs=module.output_specs,
         reference=module.reference,
         cost=module.COST,
         anchor=getattr(module, "anchor", None),

@@ -20,6 +20,7 @@ from mkb_env.servers.wire import (
     Header,
     Message,
     code_fingerprint,
+    installation,
     receive_frame,
     runtime_folder,
     send_frame,
@@ -62,8 +63,13 @@ class ServerClient:
 
     @property
     def socket_path(self) -> Path:
+        return runtime_folder() / f"{self._stem}-{code_fingerprint(self.rooms)}.sock"
+
+    @property
+    def _stem(self) -> str:
+        """Name of the service in this installation, whatever the state of its code."""
         name = self.service.removeprefix("mkb_env.").replace(".", "-")
-        return runtime_folder() / f"{name}{self.argument}-{code_fingerprint(self.rooms)}.sock"
+        return f"{name}{self.argument}-{installation()}"
 
     @property
     def log_path(self) -> Path:
@@ -136,6 +142,8 @@ class ServerClient:
             if connection:
                 return connection
             path.unlink(missing_ok=True)
+            for stale in path.parent.glob(f"{self._stem}-*.sock"):  # of code that has changed since
+                stop(stale)
             process = self._spawn(path)
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline:
@@ -186,18 +194,20 @@ def _try_connect(path: Path) -> socket.socket | None:
     return connection
 
 
+def stop(path: Path) -> bool:
+    """Ask the server behind a socket to end, once its jobs are done; whether there was one."""
+    connection = _try_connect(path)
+    if connection is None:
+        path.unlink(missing_ok=True)
+        return False
+    with connection:
+        send_header(connection, Header(seconds=0, stop=True), None)
+    return True
+
+
 def stop_all() -> int:
     """Ask every server of this user's runtime folder to end; returns how many were asked."""
-    asked = 0
-    for path in sorted(runtime_folder().glob("*.sock")):
-        connection = _try_connect(path)
-        if connection is None:
-            path.unlink(missing_ok=True)
-            continue
-        with connection:
-            send_header(connection, Header(seconds=0, stop=True), None)
-            asked += 1
-    return asked
+    return sum(stop(path) for path in sorted(runtime_folder().glob("*.sock")))
 
 
 def signal_name(number: int) -> str:

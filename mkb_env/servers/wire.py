@@ -125,6 +125,11 @@ def runtime_folder() -> Path:
     return folder
 
 
+def installation() -> str:
+    """Hash of where this package and its interpreter are: two checkouts do not share servers."""
+    return hashlib.sha256(f"{Path(__file__).resolve()} {sys.executable}".encode()).hexdigest()[:8]
+
+
 def code_fingerprint(rooms: tuple[str, ...]) -> str:
     """Hash of the interpreter and of the named files and folders of this package (names, sizes, times).
 

@@ -92,6 +92,12 @@ def _sharing(shape: Shape) -> list[int]:
     return [sum(lengths[:b]) for b, length in enumerate(lengths) if length > prefix > 0]
 
 
+def output_specs(shape: Shape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of each of ``OUTPUTS``."""
+    batch = len(shape["lengths"])
+    return ((batch, HEADS, HEAD_DIM), torch.bfloat16), ((batch, HEADS), torch.float32)
+
+
 def reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -54,6 +54,11 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     return hidden.bfloat16(), weight.bfloat16()
 
 
+def output_specs(shape: Shape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of each of ``OUTPUTS``."""
+    return (((shape["R"], HEAD_DIM), torch.bfloat16),)
+
+
 def reference(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The module's formula; float64 inputs are computed in float64."""
     wide = torch.promote_types(hidden_states.dtype, torch.float32)

@@ -1,0 +1,340 @@
+"""The judge: source in, verdict out. Light to import: torch, problems and DSLs live in the servers it talks to.
+
+The order of trust: the static rules read the source here; the recorder, confined, turns it into a plan; the plan is
+validated here as untrusted data; an evaluator, which never sees the source, runs the plan and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from mkb_env import dsl as dsls
+from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
+from mkb_env.legality import check
+from mkb_env.plan import LaunchPlan, PlanError, decode, encode
+from mkb_env.problems import find
+from mkb_env.recorder.client import RecorderClient
+from mkb_env.recorder.protocol import Failure, Input, Limits, OutputSpec, Recording, RecordRequest
+from mkb_env.servers.client import Outcome, ServerClient, ServerError, signal_name
+
+EVALUATE_SECONDS = {"simulator": 240.0, "cuda": 60.0}
+"""Wall clock of one evaluation, drawing and reference included, after which it is killed."""
+SIMULATOR_MEMORY_BYTES = 16 << 30
+ROOMS = ("judge", "devices", "problems")
+T = TypeVar("T")
+
+
+class RecordingError(RuntimeError):
+    """A submission that gave no plan; ``failure`` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class _Described(msgspec.Struct, frozen=True):
+    inputs: tuple[Input, ...]
+    outputs: tuple[OutputSpec, ...]
+    returns_tuple: bool
+
+
+class Judge:
+    """Judges submissions on one device.
+
+    Args:
+        device: ``"simulator"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: the first GPU if there is one, else the
+            simulator.
+        limits: bounds on recording one submission.
+
+    Raises:
+        ValueError: if ``device`` is none of these.
+    """
+
+    def __init__(self, device: str = "auto", limits: Limits | None = None) -> None:
+        if not re.fullmatch(r"auto|simulator|cuda(:\d+)?", device):
+            raise ValueError(f'device must be "auto", "simulator", "cuda" or "cuda:N", got {device!r}')
+        self.device = device
+        self.limits = limits or Limits()
+        self._recorder = RecorderClient()
+        self._evaluator: ServerClient | None = None
+        self._described: dict[tuple[str, str], list[_Described]] = {}
+        self._device_name = ""
+
+    # -- the device -----------------------------------------------------------------------------------------------
+
+    @property
+    def simulated(self) -> bool:
+        """Whether verdicts come from the simulator."""
+        return self._resolve() == "simulator"
+
+    @property
+    def default_workload(self) -> str:
+        """``small`` on the simulator, ``full`` on a GPU."""
+        return "small" if self.simulated else "full"
+
+    @property
+    def device_name(self) -> str:
+        """The device's own name. Starts its server; raises ServerError if that fails."""
+        if not self._device_name:
+            self._device_name = self._ask(DeviceJob(), str)
+        return self._device_name
+
+    def _resolve(self) -> str:
+        if self.device == "auto":
+            from mkb_env.devices.cuda import available
+
+            self.device = "simulator" if available() else "cuda"
+        return self.device
+
+    def _server(self) -> ServerClient:
+        if self._evaluator is None:
+            kind, _, ordinal = self._resolve().partition(":")
+            if kind == "simulator":
+                self._evaluator = ServerClient("mkb_env.judge.evaluator", ROOMS)
+            else:
+                self._evaluator = ServerClient("mkb_env.judge.evaluator", ROOMS, "serial", ordinal or "0")
+        return self._evaluator
+
+    # -- verdicts -------------------------------------------------------------------------------------------------
+
+    def judge(
+        self,
+        source: str,
+        problem: str,
+        dsl: str,
+        workload: str | None = None,
+        *,
+        timing: bool = True,
+        draws: int = 5,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> Verdict:
+        """The verdict on a submission. Never raises for what the source does.
+
+        Raises:
+            ValueError: if there is no such problem, DSL or workload.
+        """
+        workload = self._check_names(problem, dsl, workload)
+        started = time.monotonic()
+        base = Verdict(
+            Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=hashlib.sha256(source.encode(errors="replace")).hexdigest(),
+            simulated=self.simulated,
+        )  # fmt: skip
+        failure = check(source, dsl, inputs=_input_names(problem))
+        if failure:
+            return _with_failure(base, Recording(failure=failure), started)
+        verdict = base
+        try:
+            shapes = self._describe(problem, workload)
+            for number, shape in enumerate(shapes):
+                verdict = self._judge_shape(base, source, number, shape, timing, draws, on_progress)
+                verdict = msgspec.structs.replace(
+                    verdict,
+                    message=f"{workload} shape {number + 1} of {len(shapes)}: {verdict.message}"
+                    if len(shapes) > 1
+                    else verdict.message,
+                )
+                if not verdict.passed:
+                    break
+        except ServerError as error:
+            verdict = msgspec.structs.replace(base, message=str(error))
+        seconds = {**verdict.seconds, "total": round(time.monotonic() - started, 4)}
+        return msgspec.structs.replace(verdict, seconds=seconds)
+
+    def _judge_shape(
+        self,
+        base: Verdict,
+        source: str,
+        number: int,
+        shape: _Described,
+        timing: bool,
+        draws: int,
+        on_progress: Callable[[str], None] | None,
+    ) -> Verdict:
+        started = time.monotonic()
+        recording = self._record(source, base.dsl, shape, on_progress)
+        recorded = time.monotonic() - started
+        if recording.failure:
+            return _with_failure(base, recording, started)
+        assert recording.plan is not None
+        try:
+            plan = decode(recording.plan)
+        except PlanError as error:
+            failure = Failure("launch_error", f"the launch plan is refused: {error}")
+            return _with_failure(base, msgspec.structs.replace(recording, failure=failure), started)
+        evaluation = self._evaluate(base, number, recording.plan, timing, draws, on_progress)
+        verdict = _with_evaluation(base, evaluation, plan)
+        seconds = {**recording.seconds, "record": round(recorded, 4), **evaluation.seconds}
+        return msgspec.structs.replace(verdict, log=recording.log, seconds=seconds)
+
+    def replay(
+        self,
+        plan: LaunchPlan,
+        problem: str,
+        workload: str | None = None,
+        *,
+        timing: bool = True,
+        draws: int = 5,
+        shape: int = 0,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> Verdict:
+        """The verdict on a recorded plan at one shape of a workload (``heldout`` has several).
+
+        Raises:
+            ValueError: if there is no such problem, workload or shape.
+        """
+        workload = self._check_names(problem, plan.dsl, workload)
+        base = Verdict(
+            Stage.INFRA_ERROR,
+            problem,
+            plan.dsl,
+            workload,
+            "",
+            source_sha256=plan.source_sha256,
+            simulated=self.simulated,
+        )
+        started = time.monotonic()
+        try:
+            evaluation = self._evaluate(base, shape, encode(plan), timing, draws, on_progress)
+        except ServerError as error:
+            return msgspec.structs.replace(base, message=str(error))
+        verdict = _with_evaluation(base, evaluation, plan)
+        seconds = {**evaluation.seconds, "total": round(time.monotonic() - started, 4)}
+        return msgspec.structs.replace(verdict, seconds=seconds)
+
+    def record(self, source: str, problem: str, dsl: str, workload: str | None = None, *, shape: int = 0) -> LaunchPlan:
+        """The launch plan of a submission at one shape of a workload.
+
+        Raises:
+            ValueError: if there is no such problem, DSL, workload or shape.
+            RecordingError: if the submission gives none.
+            ServerError: if our side fails.
+        """
+        workload = self._check_names(problem, dsl, workload)
+        failure = check(source, dsl, inputs=_input_names(problem))
+        if failure:
+            raise RecordingError(failure)
+        shapes = self._describe(problem, workload)
+        if not 0 <= shape < len(shapes):
+            raise ValueError(f"workload {workload} of {problem} has shapes 0 to {len(shapes) - 1}, got {shape}")
+        recording = self._record(source, dsl, shapes[shape], None)
+        if recording.failure:
+            raise RecordingError(recording.failure)
+        assert recording.plan is not None
+        try:
+            return decode(recording.plan)
+        except PlanError as error:
+            raise RecordingError(Failure("launch_error", f"the launch plan is refused: {error}")) from None
+
+    def close(self) -> None:
+        """Forget the servers; they end by themselves when nobody uses them (``mkb stop`` ends them now)."""
+        self._evaluator = None
+
+    # -- pieces ---------------------------------------------------------------------------------------------------
+
+    def _check_names(self, problem: str, dsl: str, workload: str | None) -> str:
+        find(problem)
+        dsls.get(dsl)
+        workload = workload or self.default_workload
+        if workload not in ("full", "small", "heldout"):
+            raise ValueError(f"workload must be full, small or heldout, got {workload!r}")
+        return workload
+
+    def _describe(self, problem: str, workload: str) -> list[_Described]:
+        key = problem, workload
+        if key not in self._described:
+            self._described[key] = self._ask(DescribeJob(problem, workload), list[_Described])
+        return self._described[key]
+
+    def _record(self, source: str, dsl: str, shape: _Described, on_progress: Callable[[str], None] | None) -> Recording:
+        request = RecordRequest(source, dsl, shape.inputs, shape.outputs, shape.returns_tuple, self.limits)
+        return self._recorder.record(request, on_progress)
+
+    def _ask(self, job: Job, kind: type[T]) -> T:
+        outcome = self._run(job, None, 120.0)
+        if outcome.result is None:
+            raise ServerError(f"the evaluator gave no answer: {_ending(outcome)}")
+        try:
+            return msgspec.msgpack.decode(outcome.result, type=kind)
+        except msgspec.ValidationError:
+            evaluation = msgspec.msgpack.decode(outcome.result, type=Evaluation)
+            raise ServerError(f"the evaluator failed: {evaluation.message}") from None
+
+    def _run(self, job: Job, on_progress: Callable[[str], None] | None, seconds: float) -> Outcome:
+        memory = SIMULATOR_MEMORY_BYTES if self.simulated else 0
+        return self._server().call(
+            msgspec.msgpack.encode(job), seconds=seconds, memory_bytes=memory, on_progress=on_progress
+        )
+
+    def _evaluate(
+        self,
+        base: Verdict,
+        shape: int,
+        plan: bytes,
+        timing: bool,
+        draws: int,
+        on_progress: Callable[[str], None] | None,
+    ) -> Evaluation:
+        seconds = EVALUATE_SECONDS[self._resolve().partition(":")[0]]
+        job = EvaluateJob(base.problem, base.workload, shape, plan, timing, draws)
+        outcome = self._run(job, on_progress, seconds)
+        if outcome.result is not None:
+            return msgspec.msgpack.decode(outcome.result, type=Evaluation)
+        if outcome.ended.timed_out:
+            where = f"in stage {outcome.stage or 'start'}"
+            return Evaluation(
+                Stage.TIMEOUT, f"the kernels were not done after {seconds:g} s ({where})", simulated=self.simulated
+            )
+        return Evaluation(
+            Stage.INFRA_ERROR, f"the evaluator gave no answer: {_ending(outcome)}", simulated=self.simulated
+        )
+
+
+def _ending(outcome: Outcome) -> str:
+    ended = outcome.ended
+    if ended.timed_out:
+        return "it ran out of time"
+    how = f"it was ended by {signal_name(ended.signal)}" if ended.signal else f"it exited with {ended.exit_code}"
+    return f"{how} {ended.detail}".strip() + (f" in stage {outcome.stage}" if outcome.stage else "")
+
+
+def _with_failure(base: Verdict, recording: Recording, started: float) -> Verdict:
+    failure = recording.failure
+    assert failure is not None
+    return msgspec.structs.replace(
+        base,
+        stage=Stage(failure.kind),
+        message=clip(failure.message),
+        hint=failure.hint,
+        error_class=failure.error_class,
+        location=failure.location,
+        log=recording.log,
+        seconds={**recording.seconds, "total": round(time.monotonic() - started, 4)},
+    )
+
+
+def _with_evaluation(base: Verdict, evaluation: Evaluation, plan: LaunchPlan) -> Verdict:
+    same: dict[str, Any] = {
+        name: getattr(evaluation, name)
+        for name in ("stage", "message", "diffs", "timing", "kernels", "seconds", "seeds_sha256", "device", "simulated")
+    }
+    versions = {**plan.toolchain, **evaluation.versions}
+    return msgspec.structs.replace(base, **same, plan_sha256=plan.digest(), versions=versions)
+
+
+def _input_names(problem: str) -> tuple[str, ...]:
+    """The names of ``solve``'s arguments, read from the problem's file without importing it."""
+    import ast
+
+    path: Path = find(problem).folder / "problem.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "INPUTS" for t in node.targets):
+            return tuple(ast.literal_eval(node.value))
+    return ()

@@ -1,0 +1,118 @@
+"""The evaluator: the process that holds problems, inputs and expected values, and runs plans on a device.
+
+For the simulator it is a forking server (one child per job); for a GPU, a serial server before the one process that
+owns the GPU (:mod:`mkb_env.devices.launcher`). Both end in :func:`do`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+
+import msgspec
+
+from mkb_env.devices.base import Device, DeviceFault
+from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.verdict import Evaluation, Stage
+
+
+def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -> bytes:
+    """Do one job; ``device`` is None for the simulator, which is cheap to make."""
+    from mkb_env.judge.describe import describe
+    from mkb_env.judge.evaluate import EvaluateOptions, evaluate
+    from mkb_env.plan import PlanError, decode
+    from mkb_env.problems import load
+
+    job = msgspec.msgpack.decode(payload, type=Job)
+    if isinstance(job, DescribeJob):
+        problem = load(job.problem)
+        return msgspec.msgpack.encode([describe(problem, shape) for shape in problem.shapes(job.workload)])
+    device = device or _simulator()
+    if isinstance(job, DeviceJob):
+        return msgspec.msgpack.encode(device.name)
+    assert isinstance(job, EvaluateJob)
+    problem = load(job.problem)
+    try:
+        plan = decode(job.plan)
+    except PlanError as error:
+        return msgspec.msgpack.encode(Evaluation(Stage.LAUNCH_ERROR, f"the launch plan is refused: {error}"))
+    evaluation = evaluate(
+        problem,
+        problem.shapes(job.workload)[job.shape],
+        plan,
+        device,
+        EvaluateOptions(correctness_draws=job.draws, timing=job.timing),
+        lambda stage, step, steps: progress(f"{stage} {step}/{steps}"),
+    )
+    return msgspec.msgpack.encode(evaluation)
+
+
+def _simulator() -> Device:
+    from mkb_env.devices.simulator import SimulatorDevice
+
+    return SimulatorDevice()
+
+
+# -- the simulator's server (mkb_env.servers.forking) ----------------------------------------------------------------
+
+
+def preload(argument: str) -> None:
+    """Import torch, the judge and the simulator."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    from mkb_env.devices import simulator  # noqa: F401
+    from mkb_env.judge import describe, evaluate  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def confine(memory_bytes: int) -> tuple[str, ...]:
+    """Bound what a job on hostile device code can take."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    return ("time", "memory")
+
+
+def handle(payload: bytes, progress: Callable[[str], None]) -> bytes:
+    """Do one job on the simulator."""
+    return do(payload, None, progress)
+
+
+# -- a GPU's server (mkb_env.servers.serial) and its launcher process --------------------------------------------------
+
+
+def handle_on_device(payload: bytes, device: Device) -> bytes:
+    """Do one job on a GPU, in the launcher's child."""
+    from mkb_env.devices.launcher import progress
+
+    return do(payload, device, progress)
+
+
+class GpuWorker:
+    """Hands jobs to the process that owns a GPU; its faults become evaluations."""
+
+    def __init__(self, ordinal: int) -> None:
+        from mkb_env.devices.launcher import Launcher
+
+        self.launcher = Launcher("mkb_env.judge.evaluator:handle_on_device", ordinal)
+
+    def call(self, payload: bytes, seconds: float, on_progress: Callable[[str], None]) -> bytes:
+        """Do one job; a fault that took the process with it comes back as an evaluation."""
+        try:
+            return self.launcher.call(payload, seconds, on_progress)
+        except DeviceFault as fault:
+            name = self.launcher.ready.device if self.launcher.ready else ""
+            evaluation = Evaluation(Stage(fault.stage), fault.message, device=name, simulated=False)
+            return msgspec.msgpack.encode(evaluation)
+
+    def close(self) -> None:
+        """End the launcher's child."""
+        self.launcher.close()
+
+
+def connect(argument: str) -> GpuWorker:
+    """The worker of GPU number ``argument``."""
+    return GpuWorker(int(argument))

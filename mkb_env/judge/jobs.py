@@ -1,0 +1,30 @@
+"""What the judge asks an evaluator to do. Light to import."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DescribeJob(msgspec.Struct, frozen=True, tag="describe"):
+    """Describe every shape of a workload (see :mod:`mkb_env.judge.describe`)."""
+
+    problem: str
+    workload: str
+
+
+class EvaluateJob(msgspec.Struct, frozen=True, tag="evaluate"):
+    """Judge a plan at one shape of a workload."""
+
+    problem: str
+    workload: str
+    shape: int
+    plan: bytes
+    timing: bool = True
+    draws: int = 5
+
+
+class DeviceJob(msgspec.Struct, frozen=True, tag="device"):
+    """Name the device."""
+
+
+Job = DescribeJob | EvaluateJob | DeviceJob
