@@ -14,16 +14,16 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from mkb_env.dsl.base import get
+from mkb_env.dsl import get
 from mkb_env.feedback import render
 from mkb_env.judge.verdict import Stage, Verdict
 from mkb_env.legality import refuse_baseline, refuse_skill
 from mkb_env.legality.rules import MAX_SOURCE_BYTES
 from mkb_env.legality.skill import MAX_SKILL_CHARACTERS
-from mkb_env.problems.contract import FAMILIES, catalog, find
+from mkb_env.problems import FAMILIES, catalog, find
 from mkb_env.recorder.protocol import Failure
 from mkb_env.spaces import Utf8, printable
-from mkb_env.task import TIMED_WORKLOADS, brief, default_workload
+from mkb_env.task import TIMED_WORKLOADS, brief
 
 if TYPE_CHECKING:
     from mkb_env.judge.client import Judge
@@ -245,12 +245,11 @@ class KernelEnv(gym.Env[Observation, Action]):
             self.judge.close()
 
     def _submit(self, source: str) -> Verdict:
-        workload = self.workload or default_workload(self.judge)
         refused = refuse_baseline(source)
         if refused:
-            verdict = self._rejected(source, workload, refused)
+            verdict = self._rejected(source, refused)
         else:
-            verdict = self.judge.judge(source, self.problem, self.dsl, workload)
+            verdict = self.judge.judge(source, self.problem, self.dsl, self.workload)
         self._last = verdict
         if verdict.stage.costs_step:
             self._used += 1
@@ -261,16 +260,16 @@ class KernelEnv(gym.Env[Observation, Action]):
             self._feedback += "\nThis is not the submission's fault; it did not cost a submission."
         return verdict
 
-    def _rejected(self, source: str, workload: str, failure: Failure) -> Verdict:
+    def _rejected(self, source: str, failure: Failure) -> Verdict:
         return Verdict(
             stage=Stage.REJECTED,
             problem=self.problem,
             dsl=self.dsl,
-            workload=workload,
+            workload=self.workload or self.judge.default_workload,
             message=failure.message,
             error_class=failure.error_class,
             location=failure.location,
-            source_sha256=hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest(),
+            source_sha256=hashlib.sha256(source.encode(errors="replace")).hexdigest(),
         )
 
     def _write_skill(self, text: str) -> None:
@@ -286,8 +285,7 @@ class KernelEnv(gym.Env[Observation, Action]):
         if self._best is None:
             return Result(0.0, False, "No submission passed: the result is 0.")
         best, source = self._best
-        workload = self.workload or default_workload(self.judge)
-        timed = self.judge.judge(source, self.problem, self.dsl, workload)
+        timed = self.judge.judge(source, self.problem, self.dsl, self.workload)
         held_out = self.judge.judge(source, self.problem, self.dsl, "heldout", timing=False)
         verdicts = (timed, held_out)
         failed = [v for v in verdicts if v.stage.costs_step and not v.passed]

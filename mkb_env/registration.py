@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gymnasium as gym
 
-from mkb_env.dsl.base import NAMES
-from mkb_env.problems.contract import FAMILIES, catalog
+from mkb_env.dsl import NAMES
+from mkb_env.problems import FAMILIES, catalog
 
 ENTRY_POINT = "mkb_env.env:KernelEnv"
 

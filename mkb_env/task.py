@@ -5,12 +5,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mkb_env.problems.contract import ProblemRef, find
-
-if TYPE_CHECKING:
-    from mkb_env.judge.client import Judge
+from mkb_env.problems import ProblemRef, find
 
 TIMED_WORKLOADS = {"full": "on a GPU", "small": "in the simulator"}
 """Workload -> where it is the default. Held-out shapes are judged too, and never shown."""
@@ -94,8 +91,3 @@ def brief(slug: str) -> Briefing:
     """
     ref = find(slug)
     return Briefing(ref, ast.parse((ref.folder / "problem.py").read_text(encoding="utf-8")))
-
-
-def default_workload(judge: Judge) -> str:
-    """``small`` in the simulator, ``full`` on a GPU."""
-    return "small" if judge.simulated else "full"

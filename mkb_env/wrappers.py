@@ -73,7 +73,7 @@ def _parses(text: str) -> bool:
     return True
 
 
-class TextAction(gym.Wrapper[Observation, str, Observation, Action]):
+class TextAction(gym.Wrapper[Observation, Any, Observation, Action]):
     """Plays with the plain text that a language model replies, read by :func:`read_reply`.
 
     A reply that asks for nothing is handed in as a source, so that it costs a submission and no player can stall an
@@ -81,7 +81,7 @@ class TextAction(gym.Wrapper[Observation, str, Observation, Action]):
     ``finish`` or ``none``.
     """
 
-    def __init__(self, env: gym.Env[Observation, Action]) -> None:
+    def __init__(self, env: gym.Env[Observation, Any]) -> None:
         super().__init__(env)
         self.action_space: gym.Space[str] = Utf8(MAX_REPLY_BYTES)
 

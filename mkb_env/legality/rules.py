@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from mkb_env.dsl.base import NAMES, get
+from mkb_env.dsl import NAMES, get
 from mkb_env.legality import forbidden
 from mkb_env.legality.source import Named, Source, line_of
 from mkb_env.recorder.protocol import Failure, SourceLocation
