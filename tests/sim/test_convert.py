@@ -163,7 +163,14 @@ def test_nan_results() -> None:
 
 def to_integer(x: float, rounding: str) -> int:
     exact = Fraction(x)
-    return {"rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil, "rni": round}[rounding](exact)
+    match rounding:
+        case "rzi":
+            return math.trunc(exact)
+        case "rmi":
+            return math.floor(exact)
+        case "rpi":
+            return math.ceil(exact)
+    return round(exact)
 
 
 @pytest.mark.parametrize("src", ["f16", "bf16", "f32", "f64"])
@@ -237,10 +244,10 @@ def round_integer(value: int, digits: int, top: int | None, rounding: str) -> fl
     drop = max(0, size.bit_length() - digits)
     low, rest, half = size >> drop, size & ((1 << drop) - 1), (1 << drop) >> 1
     away = {"rz": False, "rm": negative, "rp": not negative, "rn": rest > half or (rest == half and low % 2 == 1)}
-    size = (low + (rest > 0 and away[rounding])) << drop
-    if top is not None and size > top:
-        size = math.inf if away[rounding] or rounding == "rn" else top
-    return -float(size) if negative else float(size)
+    result = float((low + (rest > 0 and away[rounding])) << drop)
+    if top is not None and result > top:
+        result = math.inf if away[rounding] or rounding == "rn" else top
+    return -result if negative else result
 
 
 def test_flush_saturate_relu_and_integral_floats() -> None:

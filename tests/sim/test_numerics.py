@@ -130,6 +130,11 @@ def adversarial(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         (-3.0, 2.0, 6.0),
     ):
         rows.append((a, b, c))
+    # Subnormal sums that lie 2**(-2 * p + 2) half units beside a midpoint.
+    exponent = fmt.min_exponent - p
+    a, b = (1 + ulp) * 2.0 ** (exponent // 2), (1 - ulp) * 2.0 ** (exponent - exponent // 2)
+    for k in (1, 2, 2 ** (p - 2), 2 ** (p - 2) + 1):
+        rows += [(a, b, k * smallest), (-a, b, k * smallest), (a, b, -k * smallest)]
     with np.errstate(all="ignore"):
         columns = [rounded_to(fmt, np.array(column)) for column in zip(*rows, strict=True)]
     keep = np.isfinite(columns[0]) & np.isfinite(columns[1]) & np.isfinite(columns[2])

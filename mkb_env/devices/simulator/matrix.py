@@ -35,6 +35,10 @@ class Layout:
     shape: tuple[int, int]
     per: int
     """Elements in one register."""
+    held: NDArray[np.intp]
+    """Position in the matrix (row-major) of each element of all registers, ordered by register, lane, place."""
+    found: NDArray[np.intp]
+    """The inverse permutation of ``held``."""
 
     @property
     def registers(self) -> int:
@@ -50,7 +54,8 @@ def _grid(registers: int, per: int) -> tuple[Array, Array, Array, Array]:
 
 def _layout(rows: Array, cols: Array, shape: tuple[int, int], per: int) -> Layout:
     rows, cols = np.broadcast_arrays(rows, cols)
-    return Layout(rows, cols, shape, per)
+    held = (rows * shape[1] + cols).reshape(32, -1, per).swapaxes(0, 1).ravel()
+    return Layout(rows, cols, shape, per, held, np.argsort(held))
 
 
 @cache
@@ -83,18 +88,15 @@ def accumulator_layout(m: int, n: int, width: int) -> Layout:
 
 def gather(registers: Sequence[Array], layout: Layout, width: int) -> Array:
     """Bits of the matrix, [warps, rows, columns], out of its fragments. The host must be little-endian."""
-    stacked = np.stack(registers, axis=-1)
-    bits = stacked.view(f"u{width // 8}")
-    matrix = np.empty((bits.shape[0], *layout.shape), bits.dtype)
-    matrix[:, layout.rows, layout.cols] = bits
-    return matrix
+    bits = np.concatenate(registers, axis=1).view(f"u{width // 8}")
+    return bits.take(layout.found, axis=1).reshape(-1, *layout.shape)
 
 
 def scatter(matrix: Array, layout: Layout) -> list[Array]:
     """Fragments of a matrix of bits [warps, rows, columns]: the inverse of ``gather``."""
-    register = np.uint64 if matrix.dtype.itemsize == 8 else np.uint32
-    bits = np.ascontiguousarray(matrix[:, layout.rows, layout.cols]).view(register)
-    return [np.ascontiguousarray(bits[:, :, i]) for i in range(bits.shape[2])]
+    bits = matrix.reshape(len(matrix), -1).take(layout.held, axis=1)
+    words = bits.view(np.uint64 if bits.dtype.itemsize == 8 else np.uint32)
+    return [words[:, i : i + 32] for i in range(0, words.shape[1], 32)]
 
 
 # mma.sync ------------------------------------------------------------------------------------------------------------
@@ -113,6 +115,7 @@ _FORMS: dict[tuple[str, str], tuple[tuple[int, int, int], ...]] = {
 _CLASS = {"s8": "i8", "u8": "i8", "e4m3": "f8", "e5m2": "f8"}
 
 
+@cache
 def supports(shape: tuple[int, int, int], a_type: str, b_type: str, c_type: str, d_type: str) -> bool:
     """Whether ``mma`` takes this form of ``mma.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>``."""
     kind = _CLASS.get(a_type, a_type)
