@@ -357,6 +357,7 @@ def test_double_precision_approximations_use_the_upper_half() -> None:
     got = numerics.rcp(x, "approx", ftz=True)
     assert (got.view(np.uint64) & 0xFFFFFFFF).tolist() == [0] * 4
     assert got[1:3].tolist() == [INF, -0.0]
+    assert numerics.rsqrt(-x[:1], ftz=True).view(np.uint64).tolist() == [0x7FFFFFFF00000000]
     assert abs(got[0] * 3 - 1) < 2.0**-19
     assert abs(numerics.rsqrt(x[3:], ftz=True)[0] ** 2 * 1.1 - 1) < 2.0**-18
 

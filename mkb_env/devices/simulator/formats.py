@@ -187,7 +187,7 @@ def bf16_to_f32(bits: Bits) -> NDArray[np.float32]:
 
 
 def canonical(x: Array) -> Array:
-    """Give NaN lanes of a fresh float16 or float32 array PTX's canonical bits, in place; float64 is left alone."""
+    """Give NaN lanes of a fresh float16 or float32 array the GPU's bits, in place; float64 is left alone."""
     if x.dtype == np.float64:
         return x
     nan = np.isnan(x)

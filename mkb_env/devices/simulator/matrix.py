@@ -120,7 +120,7 @@ def supports(shape: tuple[int, int, int], a_type: str, b_type: str, c_type: str,
     """Whether ``mma`` takes this form of ``mma.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>``."""
     kind = _CLASS.get(a_type, a_type)
     same = _CLASS.get(b_type, b_type) == kind
-    mixed = kind == "f16" and {c_type, d_type} <= {"f16", "f32"}
+    mixed = kind == "f16" and shape == (16, 8, 16) and {c_type, d_type} <= {"f16", "f32"}
     return same and (c_type == d_type or mixed) and shape in _FORMS.get((kind, d_type), ())
 
 
@@ -158,14 +158,12 @@ def mma(
         if len(registers) != layout.registers:
             raise ValueError(f"mma: {name} has {len(registers)} registers, this form needs {layout.registers}")
     types = (a_type, b_type, c_type)
-    left, right, start = (
-        _values(gather(r, x, _WIDTH[t]), t) for r, x, t in zip((a, b, c), layouts, types, strict=True)
-    )
-    return scatter(_multiply(left, right, start, d_type, satfinite, rounding), accumulator_layout(m, n, _WIDTH[d_type]))
+    left, right, start = (values(gather(r, x, _WIDTH[t]), t) for r, x, t in zip((a, b, c), layouts, types, strict=True))
+    return scatter(multiply(left, right, start, d_type, satfinite, rounding), accumulator_layout(m, n, _WIDTH[d_type]))
 
 
-def _values(bits: Array, kind: str) -> Array:
-    """Numbers as float64 (exact for every type)."""
+def values(bits: Array, kind: str) -> Array:
+    """Operands of a matrix product as float64, exactly; of tf32 words the low 13 bits are dropped."""
     match kind:
         case "s8" | "s32":
             return bits.view(f"i{bits.dtype.itemsize}").astype(np.float64)
@@ -176,7 +174,7 @@ def _values(bits: Array, kind: str) -> Array:
     return decode(bits, kind)
 
 
-def _multiply(a: Array, b: Array, c: Array, kind: str, satfinite: bool, rounding: str) -> Array:
+def multiply(a: Array, b: Array, c: Array, kind: str, satfinite: bool = False, rounding: str = "rn") -> Array:
     """Bits of ``a @ b + c`` in ``kind``; float64 matrices [warps, m, k], [warps, k, n], [warps, m, n]."""
     if kind == "f64":
         for i in range(a.shape[2]):

@@ -2,15 +2,17 @@
 
 Sources: PTX ISA, sections "Floating Point Instructions" and "Half Precision Floating Point Instructions". Every
 result of add, sub, mul, fma, div, rcp and sqrt with a rounding modifier is the correctly rounded one. Results that are
-NaN carry PTX's canonical bits in float32 (0x7fffffff) and float16 (0x7fff); float64 keeps what the host makes.
+NaN have the bits 0x7fffffff in float32 (the ISA leaves them open, except for min and max, and NVIDIA's GPUs give these)
+and 0x7fff in float16; float64 keeps payloads as the host does, which the ISA asks for.
 
 bf16 values travel as float32 arrays: pass ``bf16=True`` and the result is rounded once to bf16 (still float32).
 Modifiers: ``ftz`` turns subnormal inputs and results into zeros of the same sign; ``sat`` limits the result to
 [+0, 1], NaN to +0; ``relu`` turns negative results and -0 into +0 and keeps NaN. Nothing here warns.
 
 The approximate functions (``.approx``, ``.full``) are computed in float64 and rounded to nearest once. The hardware's
-results differ from these within the error bounds of the PTX ISA (about 1 to 2 ulp for rcp, rsqrt, sqrt, ex2 and div,
-2**-22 absolute for lg2, 2**-20.5 absolute for sin and cos within [-pi, pi], 2**-11 relative for tanh).
+results differ from these within the error bounds of the PTX ISA: 1 to 2 ulp for rcp, sqrt, rsqrt, ex2 and div; 2**-22
+for lg2, absolute within (0.5, 2) and relative elsewhere; 2**-20.5 absolute for sin and cos within [-pi, pi]; 2**-11
+relative for tanh in f32.
 """
 
 from __future__ import annotations
@@ -253,14 +255,17 @@ def _approximate(f: Callable[[Array], Array], a: Array, ftz: bool, bf16: bool = 
     return _modify(r, ftz, False, False)
 
 
+_UPPER_NAN = np.uint64(0x7FFFFFFF00000000).view(np.float64)
+
+
 @quiet
 def _upper_half(f: Callable[[Array], Array], a: Array) -> Array:
-    """``.approx.ftz.f64``: the low 32 bits of input and result count as zero, subnormal numbers are flushed."""
+    """``.approx.ftz.f64``: low 32 bits of input and result are zero, NaN has one encoding, subnormals are flushed."""
     mask = np.uint64(0xFFFFFFFF00000000)
     r = flush(f(flush((a.view(np.uint64) & mask).view(np.float64))))
     nan = np.isnan(r)
     upper: Array = (r.view(np.uint64) & mask).view(np.float64)
-    return np.where(nan, np.nan, upper)
+    return np.where(nan, _UPPER_NAN, upper)
 
 
 def rsqrt(a: Array, ftz: bool = False) -> Array:
