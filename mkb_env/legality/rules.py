@@ -109,7 +109,7 @@ def _parse(source: str) -> ast.Module | Failure:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape sequence is the author's business
-            return ast.parse(source, filename="submission.py")
+            return ast.parse(source.removeprefix("\ufeff"), filename="submission.py")  # as an import would read it
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
         text = line_of(source, line)

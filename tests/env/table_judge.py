@@ -1,4 +1,4 @@
-"""A judge that answers from a table, for tests of an episode's bookkeeping only: nothing is compiled, nothing is run."""
+"""A judge that answers from a table, for tests of an episode's bookkeeping only: nothing is compiled or run."""
 
 from __future__ import annotations
 
