@@ -251,7 +251,7 @@ def test_nan_is_canonical() -> None:
         "fma": numerics.fma(one, one, payload),
         "mul": numerics.mul(inf, 0 * one),
         "rz": numerics.mul(payload, one, "rz"),
-        "div": numerics.div(payload, one, "full"),
+        "div": numerics.div(payload, one, full=True),
         "sqrt": numerics.sqrt(-one),
         "min": numerics.minimum(payload, payload),
         "max.NaN": numerics.maximum(payload, one, nan=True),
@@ -309,8 +309,8 @@ def test_approximations_are_within_half_an_ulp() -> None:
     assert relative(numerics.ex2(x, ftz=True), lambda v: mpmath.power(2, v), x) < bound
     assert relative(numerics.lg2(y), lambda v: mpmath.log(v, 2), y) < bound
     assert relative(numerics.rsqrt(y, ftz=True), lambda v: 1 / mpmath.sqrt(v), y) < bound
-    assert relative(numerics.rcp(y, "approx"), lambda v: 1 / v, y) < bound
-    assert relative(numerics.sqrt(y, "approx"), mpmath.sqrt, y) < bound
+    assert relative(numerics.rcp(y, approx=True), lambda v: 1 / v, y) < bound
+    assert relative(numerics.sqrt(y, approx=True), mpmath.sqrt, y) < bound
     assert relative(numerics.sin(angle), mpmath.sin, angle) < bound
     assert relative(numerics.cos(angle), mpmath.cos, angle) < bound
     assert relative(numerics.tanh(x), mpmath.tanh, x) < bound
@@ -333,8 +333,8 @@ def test_special_values_of_the_approximations() -> None:
         numerics.ex2: bits(0, 0.5, 1, 1, 1, 1, INF, NAN),
         numerics.lg2: bits(NAN, NAN, -INF, -INF, -INF, -INF, INF, NAN),
         numerics.rsqrt: bits(NAN, NAN, -INF, -INF, INF, INF, 0, NAN),
-        lambda v, ftz: numerics.rcp(v, "approx", ftz): bits(-0.0, -1, -INF, -INF, INF, INF, 0, NAN),
-        lambda v, ftz: numerics.sqrt(v, "approx", ftz): bits(NAN, NAN, -0.0, -0.0, 0, 0, INF, NAN),
+        lambda v, ftz: numerics.rcp(v, ftz=ftz, approx=True): bits(-0.0, -1, -INF, -INF, INF, INF, 0, NAN),
+        lambda v, ftz: numerics.sqrt(v, ftz=ftz, approx=True): bits(NAN, NAN, -0.0, -0.0, 0, 0, INF, NAN),
     }
     for function, want in table.items():
         assert function(x, ftz=True).view(np.uint32).tolist() == want
@@ -347,14 +347,14 @@ def test_special_values_of_the_approximations() -> None:
 def test_approximate_division_by_huge_numbers() -> None:
     a = np.array([1.0, -1.0, INF, 3e38, NAN], np.float32)
     huge = np.full(5, 2.0**127, np.float32)
-    assert numerics.div(a, huge, "approx").view(np.uint32).tolist() == [0, 0x80000000, 0x7FFFFFFF, 0, 0x7FFFFFFF]
-    assert numerics.div(a, huge, "full")[:2].tolist() == [2.0**-127, -(2.0**-127)]
-    assert numerics.div(a[:2], huge[:2] / 2, "approx").tolist() == [2.0**-126, -(2.0**-126)]
+    assert numerics.div(a, huge, approx=True).view(np.uint32).tolist() == [0, 0x80000000, 0x7FFFFFFF, 0, 0x7FFFFFFF]
+    assert numerics.div(a, huge, full=True)[:2].tolist() == [2.0**-127, -(2.0**-127)]
+    assert numerics.div(a[:2], huge[:2] / 2, approx=True).tolist() == [2.0**-126, -(2.0**-126)]
 
 
 def test_double_precision_approximations_use_the_upper_half() -> None:
     x = np.array([3.0, 1e-310, -INF, 1.1])
-    got = numerics.rcp(x, "approx", ftz=True)
+    got = numerics.rcp(x, approx=True, ftz=True)
     assert (got.view(np.uint64) & 0xFFFFFFFF).tolist() == [0] * 4
     assert got[1:3].tolist() == [INF, -0.0]
     assert numerics.rsqrt(-x[:1], ftz=True).view(np.uint64).tolist() == [0x7FFFFFFF00000000]

@@ -182,8 +182,8 @@ def _fma_f64(a: Array, b: Array, c: Array, rounding: str) -> Array:
 
 
 @quiet
-def div(a: Array, b: Array, rounding: str = "rn", ftz: bool = False) -> Array:
-    """``a / b`` with ``rounding`` rn, rz, rm, rp, ``approx`` or ``full``.
+def div(a: Array, b: Array, rounding: str = "rn", ftz: bool = False, approx: bool = False, full: bool = False) -> Array:
+    """``a / b`` by ``rounding``, or ``.approx`` or ``.full`` (here the quotient rounded to nearest).
 
     ``.approx`` keeps the ISA's rule for divisors of magnitude above 2**126: a zero of the quotient's sign, or NaN where
     ``a`` is infinite.
@@ -191,12 +191,12 @@ def div(a: Array, b: Array, rounding: str = "rn", ftz: bool = False) -> Array:
     if ftz:
         a, b = flush(a), flush(b)
     r = a / b
-    if rounding == "approx":
+    if approx:
         huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
         if np.count_nonzero(huge):
             beyond = np.where(np.isfinite(a), np.copysign(a.dtype.type(0), r), a.dtype.type(np.nan))
             r = np.where(huge, beyond, r)
-    elif rounding not in ("rn", "full"):
+    elif not full and rounding != "rn":
         r = _directed_quotient(a, b, r, rounding)
     return _modify(r, ftz, False, False)
 
@@ -211,23 +211,20 @@ def _directed_quotient(a: Array, b: Array, r: Array, rounding: str) -> Array:
     return direct(r, np.where(overflow, -np.sign(r), sides), rounding)
 
 
-def rcp(a: Array, rounding: str = "rn", ftz: bool = False) -> Array:
-    """``1 / a`` with ``rounding`` rn, rz, rm, rp or ``approx``.
-
-    ``rcp.approx.ftz.f64`` reads and writes only the upper 32 bits of a float64.
-    """
-    if rounding == "approx":
-        return _upper_half(np.reciprocal, a) if a.dtype == np.float64 else div(np.ones_like(a), a, "full", ftz)
-    return div(np.ones_like(a), a, rounding, ftz)
+def rcp(a: Array, rounding: str = "rn", ftz: bool = False, approx: bool = False) -> Array:
+    """``1 / a`` by ``rounding``, or ``.approx`` (``rcp.approx.ftz.f64`` uses only the upper 32 bits of a float64)."""
+    if approx and a.dtype == np.float64:
+        return _upper_half(np.reciprocal, a)
+    return div(np.ones_like(a), a, rounding, ftz, full=approx)
 
 
 @quiet
-def sqrt(a: Array, rounding: str = "rn", ftz: bool = False) -> Array:
-    """Square root with ``rounding`` rn, rz, rm, rp or ``approx``; NaN for negative numbers, -0 for -0."""
+def sqrt(a: Array, rounding: str = "rn", ftz: bool = False, approx: bool = False) -> Array:
+    """Square root by ``rounding``, or ``.approx``; NaN for negative numbers, -0 for -0."""
     if ftz:
         a = flush(a)
     r = np.sqrt(a)
-    if rounding not in ("rn", "approx"):
+    if not approx and rounding != "rn":
         r = _directed_root(a, r, rounding)
     return _modify(r, ftz, False, False)
 
