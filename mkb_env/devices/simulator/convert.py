@@ -37,6 +37,7 @@ __all__ = [
     "f16_to_f32",
     "f32_to_bf16",
     "f32_to_f16",
+    "flush",
     "pack2",
     "unpack2",
 ]
