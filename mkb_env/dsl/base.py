@@ -27,13 +27,16 @@ class Dsl(Protocol):
     HINTS: tuple[tuple[str, str], ...]
     """(regular expression over a compiler's message, one-line hint) for known traps."""
 
+    CALL_ERRORS: str
+    """Regular expression over messages of compiled functions that were called with wrong arguments."""
+
     def preload(self) -> None:
         """Import the DSL with its launches intercepted; once, in the recorder's warm parent."""
 
     def attach(self, tape: Tape, scratch: str) -> list[ctypes.CDLL]:
-        """In the recorder's child: send compiled modules to ``tape``; returns the libraries whose calls it must receive.
+        """In the recorder's child: send compiled modules to ``tape``.
 
-        ``scratch`` is a writable folder.
+        ``scratch`` is a writable folder. Returns the libraries whose calls the tape must receive.
         """
 
     def is_compiler_frame(self, filename: str) -> bool:

@@ -32,6 +32,7 @@ HINTS = (
         "define @cute.kernel and @cute.jit functions at module level in the submitted file, not through exec",
     ),
 )
+CALL_ERRORS = r"^error\[CALL_"
 
 _tape: Tape | None = None
 
@@ -52,9 +53,6 @@ def preload() -> None:
         CUTE_DSL_LIBS=f"{CUTE_LIBRARY}:{runtime}",
         CUTE_DSL_DISABLE_FILE_CACHING="1",
     )
-    import cutlass.cute.runtime
-    import cutlass.pipeline
-    import cutlass.utils
     from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
 
     original = JitFunctionArtifacts.__post_init__
@@ -70,9 +68,9 @@ def preload() -> None:
 def attach(tape: Tape, scratch: str) -> list[ctypes.CDLL]:
     """Send compiled modules to ``tape``; returns the libraries whose calls it must receive."""
     global _tape
-    from mkb_env.recorder.sink import CUTE_LIBRARY
-
     from cutlass.cutlass_dsl import CuTeDSL
+
+    from mkb_env.recorder.sink import CUTE_LIBRARY
 
     _tape = tape
     CuTeDSL._get_dsl().envar.dump_dir = scratch  # read from the environment once, at import, which was in the parent

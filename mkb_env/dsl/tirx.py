@@ -33,6 +33,7 @@ HINTS = (
         "enclosing function",
     ),
 )
+CALL_ERRORS = r"when calling:\s"
 
 _tape: Tape | None = None
 _libraries: list[ctypes.CDLL] = []

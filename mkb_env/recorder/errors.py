@@ -49,6 +49,8 @@ def find_refusal(error: BaseException) -> HostRefusal | None:
 def kind_of(error: BaseException, path: Path, dsl: Dsl) -> FailureKind:
     """``compile_error`` where the DSL raised, ``rejected`` where the source does not parse, else ``host_error``."""
     frames = traceback.extract_tb(error.__traceback__)
+    if re.search(dsl.CALL_ERRORS, str(error)):
+        return "host_error"
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return "rejected"
     if isinstance(error, MemoryError | SystemExit | KeyboardInterrupt):

@@ -21,7 +21,7 @@ from mkb_env.plan import OutputTree, PlanError, encode, validate
 from mkb_env.recorder.errors import failure_from
 from mkb_env.recorder.protocol import Failure, OutputSpec, Recording, RecordRequest, TensorInput
 from mkb_env.recorder.sink import Sink
-from mkb_env.recorder.tape import HostRefusal, Tape, dtype_name
+from mkb_env.recorder.tape import Tape, dtype_name
 from mkb_env.recorder.tensors import Recorder, recording
 
 MODULE = "submission"

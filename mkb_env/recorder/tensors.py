@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from mkb_env.plan import Copy, Fill, TensorView, Upload, is_contiguous
+from mkb_env.plan import Copy, Fill, Upload
 from mkb_env.recorder.tape import HostRefusal, Tape
 
 CUDA = torch.device("cuda", 0)
@@ -190,6 +190,8 @@ class DeviceMode(TorchFunctionMode):
             name, func = "to", torch.Tensor.to
         if name in ("to", "cuda", "cpu", "type") and isinstance(first, torch.Tensor):
             return self._move(func, name, first, args[1:], kwargs)
+        if recorded and name in ("__repr__", "__str__", "__format__") and not self.recorder.is_readable(first):
+            return f"tensor(..., size={tuple(first.shape)}, dtype={first.dtype}, device='{CUDA}')"
         if recorded and name in READS:
             return getattr(self.recorder.values(first, f"Tensor.{name}"), name)(*args[1:], **kwargs)
         if recorded and name in ("pin_memory", "share_memory_", "set_", "resize_", "untyped_storage", "storage"):

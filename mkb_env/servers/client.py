@@ -144,29 +144,19 @@ class ServerClient:
             path.unlink(missing_ok=True)
             for stale in path.parent.glob(f"{self._stem}-*.sock"):  # of code that has changed since
                 stop(stale)
-            process = self._spawn(path)
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                connection = _try_connect(path)
-                if connection:
-                    return connection
-                if process.poll() is not None:
-                    break
-                time.sleep(0.01)
+            self._start(path)
+            connection = _try_connect(path)
+            if connection:
+                return connection
         raise ServerError(f"the server of {self.service} did not start; {self._log_tail()}")
 
-    def _spawn(self, path: Path) -> subprocess.Popen[bytes]:
+    def _start(self, path: Path) -> None:
+        """Start the server; returns when it listens, or could not (see :mod:`mkb_env.servers.daemon`)."""
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         command = [sys.executable, "-m", f"mkb_env.servers.{self.kind}", self.service, str(path), self.argument]
         with open(self.log_path, "ab") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                cwd="/",
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd="/", check=False
             )
 
     def running(self) -> bool:

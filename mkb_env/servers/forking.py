@@ -25,15 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from mkb_env.servers.daemon import idle_seconds, listen
 from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWPID = 0x20000000
-
-
-def idle_seconds() -> float:
-    """How long a server waits for the next job before it ends (``MKB_IDLE_SECONDS``, default 600)."""
-    return float(os.environ.get("MKB_IDLE_SECONDS", "600"))
 
 
 class Job:
@@ -206,9 +202,7 @@ class ForkingServer:
 def main() -> None:
     """Command line of a forking server."""
     name, path, argument = sys.argv[1:4]
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    listener.listen(128)
+    listener = listen(path)
     try:
         service = importlib.import_module(name)
         service.preload(argument)

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mkb_env.servers.forking import idle_seconds
+from mkb_env.servers.daemon import idle_seconds, listen
 from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame
 
 
@@ -62,9 +62,7 @@ def _do(worker: Any, header: Header, control: socket.socket, data: socket.socket
 def main() -> None:
     """Command line of a serial server."""
     name, path, argument = sys.argv[1:4]
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    listener.listen(128)
+    listener = listen(path)
     worker = None
     try:
         worker = importlib.import_module(name).connect(argument)
