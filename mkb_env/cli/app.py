@@ -29,10 +29,7 @@ WorkloadOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda or cuda:N.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-SourceArgument = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="The submission; - reads stdin.", exists=True, dir_okay=False, allow_dash=True),
-]
+SourceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The submission; - reads stdin.")]
 
 
 def main() -> None:
@@ -51,7 +48,12 @@ def misuse() -> Iterator[None]:
 
 def read_source(path: Path) -> str:
     """A submission's text; bytes that are no UTF-8 become lone surrogates, which the rules refuse by name."""
-    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    if str(path) == "-":
+        data = sys.stdin.buffer.read()
+    elif path.is_file():
+        data = path.read_bytes()
+    else:
+        raise typer.BadParameter(f"FILE must be a file or -, got {str(path)!r}")
     return data.decode("utf-8", errors="surrogateescape")
 
 

@@ -18,11 +18,13 @@ KNOWN_GOOD = "rmsnorm_h128_qwen3_30b_bf16"
 
 LAYERS = ("memory", "network", "processes", "files")
 PROBE_LAYERS = """
-import pathlib, sys, tempfile
+import os, pathlib, sys, tempfile
 from mkb_env.recorder.sandbox import confine
 with tempfile.TemporaryDirectory() as scratch:
-    print(*confine(0, pathlib.Path(scratch)), flush=True)
-    import os; os._exit(0)
+    if os.fork() == 0:  # as the recorder does: a fresh fork has one thread, which user namespaces ask for
+        print(*confine(1 << 32, pathlib.Path(scratch)), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 

@@ -85,11 +85,7 @@ class Source:
     def builtin_uses(self, names: frozenset[str]) -> Iterator[Named]:
         """Uses of the built-in functions of those names, unless the source binds the name itself."""
         for node in self.nodes:
-            if (
-                isinstance(node, ast.Name)
-                and node.id in names
-                and node.id not in self.bound
-            ):
+            if isinstance(node, ast.Name) and node.id in names and node.id not in self.bound:
                 yield Named(node.id, node)
 
     def top_level(self) -> Iterator[ast.stmt]:
