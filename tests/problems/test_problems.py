@@ -29,8 +29,9 @@ def draw(problem: Problem, shape: Shape, seed: int = 0) -> tuple[Any, ...]:
 def results(slug: str, workload: str, index: int) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """Inputs and the reference's outputs, computed once for all tests."""
     problem = load(slug)
-    inputs = draw(problem, problem.shapes(workload)[index])
-    return inputs, expected(problem, inputs)
+    shape = problem.shapes(workload)[index]
+    inputs = draw(problem, shape)
+    return inputs, expected(problem, shape, inputs)
 
 
 def tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
