@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import traceback
 from collections.abc import Callable
 
 import msgspec
@@ -37,14 +38,20 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
         plan = decode(job.plan)
     except PlanError as error:
         return msgspec.msgpack.encode(Evaluation(Stage.LAUNCH_ERROR, f"the launch plan is refused: {error}"))
-    evaluation = evaluate(
-        problem,
-        problem.shapes(job.workload)[job.shape],
-        plan,
-        device,
-        EvaluateOptions(correctness_draws=job.draws, timing=job.timing),
-        lambda stage, step, steps: progress(f"{stage} {step}/{steps}"),
-    )
+    try:
+        evaluation = evaluate(
+            problem,
+            problem.shapes(job.workload)[job.shape],
+            plan,
+            device,
+            EvaluateOptions(correctness_draws=job.draws, timing=job.timing),
+            lambda stage, step, steps: progress(f"{stage} {step}/{steps}"),
+        )
+    except DeviceFault:
+        raise
+    except Exception as error:  # ours: the submission only supplied the plan
+        traceback.print_exc()
+        evaluation = Evaluation(Stage.INFRA_ERROR, f"the evaluator failed: {type(error).__name__}: {error}")
     return msgspec.msgpack.encode(evaluation)
 
 

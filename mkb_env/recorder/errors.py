@@ -49,7 +49,7 @@ def find_refusal(error: BaseException) -> HostRefusal | None:
 def kind_of(error: BaseException, path: Path, dsl: Dsl) -> FailureKind:
     """``compile_error`` where the DSL raised, ``rejected`` where the source does not parse, else ``host_error``."""
     frames = traceback.extract_tb(error.__traceback__)
-    if re.search(dsl.CALL_ERRORS, str(error)):
+    if re.search(dsl.CALL_ERRORS, ANSI.sub("", str(error)).strip()):
         return "host_error"
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return "rejected"

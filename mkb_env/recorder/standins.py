@@ -30,7 +30,7 @@ DEVICE_PROPERTIES = {
     "is_multi_gpu_board": 0,
     "clock_rate": 1980000,
     "memory_clock_rate": 3201000,
-    "memory_bus_width": 6144,
+    "memory_bus_width": 6016,
 }
 
 
