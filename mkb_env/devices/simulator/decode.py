@@ -123,10 +123,10 @@ def unsigned(nbytes: int) -> Any:
 
 
 def numpy_type(kind: str) -> Any:
-    """NumPy type in which a PTX type's values are computed; raw bits where NumPy has no such type."""
+    """NumPy type in which a PTX type's values are computed; raw bits where NumPy has no such type (128 bits: two words)."""
     if kind == "pred":
         return np.bool_
-    return NUMPY_TYPE.get(kind) or UINT[TYPE_BYTES[kind]]
+    return NUMPY_TYPE.get(kind) or UINT[min(TYPE_BYTES[kind], 8)]
 
 
 def constant(value: int, kind: str) -> Array:
@@ -211,8 +211,10 @@ def writer(value: Value | None, kind: str) -> Writer:
         return same
     target = NUMPY_TYPE[f"s{value.nbytes * 8}"] if kind.startswith("s") else bits
 
+    own = numpy_type(kind)
+
     def extended(frame: Frame, result: Array) -> None:
-        frame.registers[index] = result.astype(target).view(bits)
+        frame.registers[index] = result.view(own).astype(target).view(bits)
 
     return extended
 

@@ -287,13 +287,15 @@ class Runner:
         late = now() > launch.deadline
         if not late and launch.executed_blocks <= launch.block_budget:
             return
-        lines = sorted({self.program.instructions[self.program.blocks[f.pc].begin].line for f in (frame, *self.ready)})
-        where = f"line {lines[0]}" if len(lines) == 1 else f"lines {lines[0]} to {lines[-1]}"
+        counts, blocks, instructions = launch.block_warps, self.program.blocks, self.program.instructions
+        most = max(counts, default=0)
+        hot = [block for block, count in zip(blocks, counts, strict=True) if 2 * count >= most]
+        lines = [instructions[block.begin].line for block in hot] + [instructions[block.end - 1].line for block in hot]
         reason = "the time limit of the simulator" if late else f"the limit of {launch.block_budget} executed blocks"
         raise DeviceFault(
             "timeout",
-            f"kernel {self.program.name} did not end within {reason}: {self.chunk.alive_total} of "
-            f"{self.chunk.ctas * self.chunk.threads} threads of the blocks being run are still at PTX {where}. "
+            f"kernel {self.program.name} did not end within {reason}: {frame.n} threads, among them "
+            f"{self.chunk.describe(int(frame.lanes[0]))}, still run; most time went to PTX lines {min(lines)} to {max(lines)}. "
             "Look for a loop whose condition never becomes false, or a wait for something that never happens.",
             self.program.name,
         )
