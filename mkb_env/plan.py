@@ -165,7 +165,7 @@ class OutputTree(Frozen, frozen=True):
     """Structure of ``solve``'s return value: ``tensor`` leaves count the plan's ``outputs`` in order."""
 
     kind: Literal["tensor", "tuple", "list"]
-    children: tuple["OutputTree", ...] = ()
+    children: tuple[OutputTree, ...] = ()
 
     @property
     def leaves(self) -> int:

@@ -46,7 +46,8 @@ Shape = dict[str, Any]
 @dataclass(frozen=True)
 class Cost:
     """What one call must at least do: bytes moved to and from device memory, floating-point operations, and the unit
-    that does them (``bf16``, ``fp8``, ``tf32``: tensor cores; ``fp32``: CUDA cores)."""
+    that does them (``bf16``, ``fp8``, ``tf32``: tensor cores; ``fp32``: CUDA cores).
+    """
 
     bytes: int
     flops: int

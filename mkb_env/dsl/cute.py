@@ -62,7 +62,7 @@ def preload() -> None:
         if _tape is not None and isinstance(self.PTX, str) and isinstance(self.CUBIN, bytes):
             _tape.add_module(self.PTX, self.CUBIN)
 
-    JitFunctionArtifacts.__post_init__ = keep
+    setattr(JitFunctionArtifacts, "__post_init__", keep)  # noqa: B010 (a method may not be assigned to)
 
 
 def attach(tape: Tape, scratch: str) -> list[ctypes.CDLL]:

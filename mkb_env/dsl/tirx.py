@@ -59,7 +59,7 @@ def preload() -> None:
     texts: list[str] = []
 
     def get_both(program: Any, cubin: Any) -> Any:
-        error, size = nvrtc.nvrtcGetPTXSize(program)
+        _, size = nvrtc.nvrtcGetPTXSize(program)
         text = bytearray(size)
         nvrtc.nvrtcGetPTX(program, text)
         texts.append(bytes(text).rstrip(b"\0").decode())

@@ -123,10 +123,8 @@ class Judge:
         """
         workload = self._check_names(problem, dsl, workload)
         started = time.monotonic()
-        base = Verdict(
-            Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=hashlib.sha256(source.encode(errors="replace")).hexdigest(),
-            simulated=self.simulated,
-        )  # fmt: skip
+        digest = hashlib.sha256(source.encode(errors="replace")).hexdigest()
+        base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=digest, simulated=self.simulated)
         failure = check(source, dsl, inputs=_input_names(problem))
         if failure:
             return _with_failure(base, Recording(failure=failure), started)

@@ -43,8 +43,8 @@ class RecorderClient:
         try:
             recording = msgspec.msgpack.decode(outcome.result, type=Recording)
         except (msgspec.DecodeError, msgspec.ValidationError):
-            failure = Failure("host_error", "the submission broke the recording: its answer is not a recording")
-            return Recording(failure=failure, sandbox=outcome.ended.sandbox)
+            broken = Failure("host_error", "the submission broke the recording: its answer is not a recording")
+            return Recording(failure=broken, sandbox=outcome.ended.sandbox)
         failure = recording.failure
         if failure and failure.kind not in CHILD_KINDS:
             failure = msgspec.structs.replace(failure, kind="host_error")

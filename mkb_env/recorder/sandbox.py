@@ -11,6 +11,7 @@ Three layers, each used where the kernel offers it and reported by name:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -76,10 +77,8 @@ def _data_bytes() -> int:
 
 
 def _prefer_as_oom_victim() -> None:
-    try:
+    with contextlib.suppress(OSError):  # not offered everywhere, and only a preference
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        pass  # not offered everywhere, and only a preference
 
 
 def _isolate() -> list[str]:

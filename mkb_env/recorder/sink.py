@@ -9,6 +9,7 @@ from typing import Any
 
 from mkb_env.plan import Copy, Fill, TensorView, Upload
 from mkb_env.recorder import target
+from mkb_env.recorder.modules import image_bytes
 from mkb_env.recorder.tape import Descriptor, HostRefusal, Tape
 
 FOLDER = Path(__file__).parent / "driver"
@@ -32,7 +33,6 @@ LAUNCH_ATTRIBUTE_BYTES = 72
 COOPERATIVE, CLUSTER, PROGRAMMATIC, PRIORITY = 2, 4, 6, 8
 IGNORED_ATTRIBUTES = {PRIORITY, 1, 3}  # priority, access-policy window, synchronization policy: no effect on results
 CUDA_ERROR = 999
-FATBIN_MAGIC = b"P\xedU\xba"
 
 
 class _Table(ctypes.Structure):
@@ -168,20 +168,3 @@ def launch_attributes(count: int, address: int) -> dict[str, Any]:
 def dim3(values: Any) -> tuple[int, int, int]:
     """Three unsigned ints as a tuple."""
     return values[0], values[1], values[2]
-
-
-def image_bytes(address: int) -> bytes:
-    """The module image at an address: a fatbin or an ELF file, by its own header; else a C string."""
-    head = ctypes.string_at(address, 16)
-    if head[:4] == FATBIN_MAGIC:
-        size = int.from_bytes(head[6:8], "little") + int.from_bytes(head[8:16], "little")
-        return ctypes.string_at(address, size)
-    if head[:4] == b"\x7fELF":
-        header = ctypes.string_at(address, 64)
-        ends = [  # offset, entry size and count of the program and of the section headers, whichever come last
-            int.from_bytes(header[at : at + 8], "little")
-            + int.from_bytes(header[size : size + 2], "little") * int.from_bytes(header[size + 2 : size + 4], "little")
-            for at, size in ((32, 54), (40, 58))
-        ]
-        return ctypes.string_at(address, max(ends))
-    return ctypes.string_at(address)

@@ -137,7 +137,7 @@ def install_torch_cuda() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.compile = refuser("torch.compile")
-    torch.version.cuda = "13.0"  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
 
 
 def refuser(name: str) -> Callable[..., Any]:

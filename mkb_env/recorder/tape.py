@@ -11,7 +11,7 @@ import bisect
 import ctypes
 import mmap
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from mkb_env.plan import (
     TensorView,
     Upload,
 )
+from mkb_env.recorder.modules import Compiled, cubin_registers
 from mkb_env.recorder.target import ARCH
 
 FIRST_ADDRESS = 0x6100_0000_0000
@@ -43,9 +44,6 @@ LAST_ADDRESS = 0x6F00_0000_0000
 ALIGNMENT = 2 << 20  # a large page, as the real allocator's segments
 MAP_FIXED_NOREPLACE = 0x100000
 MAP_NORESERVE = 0x4000
-PARAM_BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-               "b64": 8, "u64": 8, "s64": 8, "f64": 8}  # fmt: skip
-
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -81,33 +79,6 @@ class Descriptor:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     element_strides: tuple[int, ...]
-
-
-@dataclass
-class Compiled:
-    """A module that a DSL compiled during this recording."""
-
-    ptx: str
-    cubin: bytes
-    params: dict[str, list[int]] = field(default_factory=dict)
-
-    def param_sizes(self, kernel: str) -> list[int] | None:
-        """Byte sizes of the kernel's parameters as its PTX declares them, or None if it has no such kernel."""
-        if not self.params:
-            self.params = entry_params(self.ptx)
-        return self.params.get(kernel)
-
-
-def entry_params(ptx: str) -> dict[str, list[int]]:
-    """Kernel name -> sizes in bytes of its parameters, read from the ``.entry`` headers."""
-    found = {}
-    for entry in re.finditer(r"\.entry\s+([\w$]+)\s*(?:\((.*?)\))?\s*[\n{.]", ptx, re.S):
-        declared = re.findall(
-            r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s*(?:\.(?:global|const|shared|local)\s*)?(?:\.align\s+\d+\s*)?)?[\w$]+(?:\[(\d+)\])?",
-            entry[2] or "",
-        )
-        found[entry[1]] = [PARAM_BYTES[kind] * (int(count) if count else 1) for kind, count in declared]
-    return found
 
 
 class Tape:
@@ -236,10 +207,16 @@ class Tape:
             while at >= 0:
                 maps.append(
                     TensorMap(
-                        offset=at, buffer=descriptor.region, addend=descriptor.offset, dims=descriptor.dims, strides=descriptor.strides,
-                        box=descriptor.box, element_strides=descriptor.element_strides, **descriptor.numbers,
+                        offset=at,
+                        buffer=descriptor.region,
+                        addend=descriptor.offset,
+                        dims=descriptor.dims,
+                        strides=descriptor.strides,
+                        box=descriptor.box,
+                        element_strides=descriptor.element_strides,
+                        **descriptor.numbers,
                     )
-                )  # fmt: skip
+                )
                 data[at : at + 128] = bytes(128)
                 at = raw.find(descriptor.token, at + 128)
         pointers = []
@@ -297,7 +274,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def buffers_of(step: Step) -> set[int]:
     """Numbers of the buffers that a step touches."""
     if isinstance(step, Launch):
-        return {p.buffer for param in step.params for p in (*param.pointers, *param.tensor_maps)}
+        pointers = {pointer.buffer for param in step.params for pointer in param.pointers}
+        return pointers | {tensor_map.buffer for param in step.params for tensor_map in param.tensor_maps}
     return {step.target.buffer} | ({step.source.buffer} if isinstance(step, Copy) else set())
 
 
@@ -315,45 +293,3 @@ def renumber(step: Step, order: dict[int, int]) -> Step:
         return replace(step, params=params)
     moved: Fill | Upload | Copy = replace(step, target=_moved(step.target, order))
     return replace(moved, source=_moved(moved.source, order)) if isinstance(moved, Copy) else moved
-
-
-def cubin_registers(cubin: bytes) -> dict[str, int]:
-    """Registers per thread of each kernel, from the ``.nv.info`` section of a cubin (records of ``EIATTR_REGCOUNT``)."""
-    if not cubin.startswith(b"\x7fELF"):
-        return {}
-    (offset,) = _fields(cubin, 40, 8)
-    size, count, names = _fields(cubin, 58, 2, 2, 2)
-    headers = [cubin[offset + i * size : offset + (i + 1) * size] for i in range(count)]
-    if names >= len(headers) or any(len(header) < 64 for header in headers):
-        return {}
-    sections: dict[str, bytes] = {}
-    for header in headers:
-        (name_at,) = _fields(header, 0, 4)
-        start, length = _fields(header, 24, 8, 8)
-        table = _fields(headers[names], 24, 8)[0]
-        sections[_text(cubin, table + name_at)] = cubin[start : start + length]
-    symbols, strings, info = (sections.get(name, b"") for name in (".symtab", ".strtab", ".nv.info"))
-    found, at = {}, 0
-    while at + 4 <= len(info):
-        form, attribute, length = _fields(info, at, 1, 1, 2)
-        if (form, attribute) == (EIFMT_SIZED, EIATTR_REGCOUNT) and length >= 8:
-            symbol, registers = _fields(info, at + 4, 4, 4)
-            (name_at,) = _fields(symbols, symbol * 24, 4)
-            found[_text(strings, name_at)] = registers
-        at += 4 + (length if form == EIFMT_SIZED else 0)
-    return found
-
-
-EIFMT_SIZED, EIATTR_REGCOUNT = 0x04, 0x2F
-
-
-def _text(data: bytes, at: int) -> str:
-    return data[at : data.find(b"\0", at)].decode(errors="replace")
-
-
-def _fields(data: bytes, at: int, *sizes: int) -> list[int]:
-    values = []
-    for size in sizes:
-        values.append(int.from_bytes(data[at : at + size], "little"))
-        at += size
-    return values

@@ -2,8 +2,8 @@
 
 A :class:`RecordedTensor` is a CPU tensor over a tape's reserved memory that answers ``cuda:0``. Two modes surround the
 submission's code: :class:`DeviceMode` (a torch function mode) sees calls as they were written, with their ``device``
-arguments and Python-only methods; :class:`TapeMode` (a dispatch mode) sees the operators they become. Allocation, views,
-fills, copies and casts are written to the tape; everything else that would compute is refused by name.
+arguments and Python-only methods; :class:`TapeMode` (a dispatch mode) sees the operators they become. Allocation,
+views, fills, copies and casts are written to the tape; everything else that would compute is refused by name.
 """
 
 from __future__ import annotations
@@ -26,32 +26,22 @@ CPU = torch.device("cpu")
 DLPACK_CUDA = 2
 
 VIEW_OPS = {
-    "view", "_unsafe_view", "permute", "transpose", "t", "slice", "select", "expand", "as_strided", "unsqueeze", "squeeze",
-    "detach", "alias", "split", "split_with_sizes", "unbind", "reshape", "view_as", "narrow", "diagonal", "unfold", "_reshape_alias",
-    "lift_fresh", "view_as_real", "view_as_complex",
+    "view", "_unsafe_view", "view_as", "reshape", "_reshape_alias", "permute", "transpose", "t", "slice", "select",
+    "narrow", "expand", "as_strided", "unsqueeze", "squeeze", "detach", "alias", "lift_fresh", "split",
+    "split_with_sizes", "unbind", "diagonal", "unfold", "view_as_real", "view_as_complex",
 }  # fmt: skip
-FACTORIES = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "ones",
-    "ones_like", "new_ones", "full", "full_like", "new_full",
-}  # fmt: skip
+FACTORIES = {"empty_strided", "new_empty_strided"} | {
+    form for name in ("empty", "zeros", "ones", "full") for form in (name, f"{name}_like", f"new_{name}")
+}
 CONSTANTS = {"tensor", "as_tensor", "asarray", "arange", "linspace", "from_numpy", "scalar_tensor", "eye"}
 READS = {
-    "tolist",
-    "numpy",
-    "__array__",
-    "cpu",
-    "__repr__",
-    "__str__",
-    "__format__",
-    "item",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-}
+    "tolist", "numpy", "cpu", "item", "__array__", "__repr__", "__str__", "__format__", "__bool__", "__int__",
+    "__float__", "__index__",
+}  # fmt: skip
 NO_DATA = (
     "tensors have shapes and addresses here but no data",
-    "the host code runs as under CUDA-graph capture: only shapes, dtypes, scalars and the geometry tensors named in the task have values",
+    "the host code runs as under CUDA-graph capture: only shapes, dtypes, scalars and the geometry tensors named in "
+    "the task have values",
 )
 
 
@@ -82,7 +72,7 @@ class RecordedTensor(torch.Tensor):
     def __dlpack_device__(self) -> tuple[int, int]:  # type: ignore[override]
         return (DLPACK_CUDA, 0)
 
-    def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+    def __dlpack__(self, **_: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return cuda_capsule(self.as_subclass(torch.Tensor))
 
@@ -179,8 +169,8 @@ class DeviceMode(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        first = args[0] if args else None
-        recorded = self.recorder.is_recorded(first)
+        first: Any = args[0] if args else None
+        recorded = isinstance(first, torch.Tensor) and self.recorder.is_recorded(first)
         if name in FACTORIES and (is_cuda(kwargs.get("device")) or (recorded and kwargs.get("device") is None)):
             return self._factory(func, name, args, kwargs)
         if name in CONSTANTS and not recorded and is_cuda(kwargs.get("device")):
@@ -354,28 +344,8 @@ class TapeMode(TorchDispatchMode):
 
 
 MEMORY_OPS = {"_to_copy", "clone", "contiguous", "copy_", "fill_", "zero_", "cat"}
-DATA_MOVEMENT = {
-    "_to_copy",
-    "clone",
-    "copy_",
-    "cat",
-    "stack",
-    "_local_scalar_dense",
-    "item",
-    "fill_",
-    "zero_",
-    "index",
-    "repeat",
-}
-COMPUTES_NOTHING = {
-    "empty",
-    "empty_strided",
-    "_local_scalar_dense",
-    "set_",
-    "resize_",
-    "lift_fresh",
-    "detach",
-} | DATA_MOVEMENT
+DATA_MOVEMENT = MEMORY_OPS | {"stack", "_local_scalar_dense", "item", "index", "repeat"}
+COMPUTES_NOTHING = DATA_MOVEMENT | {"empty", "empty_strided", "set_", "resize_", "lift_fresh", "detach"}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import socket
 def listen(path: str) -> socket.socket:
     """Bind and listen at ``path``, then go on in a detached process; the first one exits with status 0.
 
-    The client that started it waits for that exit: from then on it can connect, and is served once the imports are done.
+    The client that started it waits for that exit: from then on it can connect, and is served once imports are done.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)

@@ -120,7 +120,8 @@ def runtime_folder() -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(
-            f"{folder} must belong to user {os.getuid()} with mode 0700; remove it or set MKB_RUNTIME_DIR to another folder"
+            f"{folder} must belong to user {os.getuid()} with mode 0700; "
+            "remove it or set MKB_RUNTIME_DIR to another folder"
         )
     return folder
 

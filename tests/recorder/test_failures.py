@@ -13,10 +13,10 @@ HOST = {
     "cpu": ("    return x.float().cpu()", "reads tensor data on the host", "return x.float().cpu()"),
     "item": ("    return x[0, 0].item()", "reads tensor data on the host", "return x[0, 0].item()"),
     "tolist": ("    return x.tolist()", "reads tensor data on the host", "return x.tolist()"),
-    "numpy": ("    import numpy\n    return numpy.asarray(x)", "reads tensor data on the host", "return numpy.asarray(x)"),
+    "numpy": ("    import numpy\n    numpy.asarray(x)", "reads tensor data on the host", "numpy.asarray(x)"),
     "branch": ("    if x[0, 0] > 0:\n        return x", "aten.gt.Scalar computes", "if x[0, 0] > 0:"),
     "matmul": ("    return x @ x.t()", "aten.mm.default computes", "return x @ x.t()"),
-    "cpu maths": ("    return (torch.ones(4, 128) @ torch.ones(128, 128)).bfloat16()", "aten.mm.default computes", "return (torch"),
+    "cpu maths": ("    torch.ones(4, 128) @ torch.ones(128, 128)", "aten.mm.default computes", "torch.ones"),
     "arithmetic": ("    return x * 2", "aten.mul.Tensor computes", "return x * 2"),
     "no launch": ("    return torch.empty_like(x)", "without launching a kernel", None),
     "no value": ("    pass", "must return one tensor ([4, 128] bfloat16), got None", None),
@@ -72,12 +72,27 @@ def test_memory_limit() -> None:
 
 
 def test_signalling_the_server_is_not_possible() -> None:
-    body = "    import os, signal\n    for pid in range(1, 5):\n        try:\n            os.kill(pid, 0)\n            assert pid == os.getpid()\n        except ProcessLookupError:\n            pass\n    raise ValueError('still here')"
+    body = """
+    import os
+    for pid in range(1, 5):
+        try:
+            os.kill(pid, 0)
+            assert pid == os.getpid()
+        except ProcessLookupError:
+            pass
+    raise ValueError("still here")
+"""
     assert "still here" in failure_of(with_solve("cute", body), "cute").message
 
 
 def test_patched_torch_and_time_change_nothing_for_the_next() -> None:
-    body = "    import time\n    torch.empty_like = None\n    time.perf_counter = lambda: 0.0\n    torch.Tensor.__eq__ = lambda a, b: True\n    return x"
+    body = """
+    import time
+    torch.empty_like = None
+    time.perf_counter = lambda: 0.0
+    torch.Tensor.__eq__ = lambda a, b: True
+    return x
+"""
     failure_of(with_solve("cute", body), "cute")
     plan_of(GOOD, "cute")
 

@@ -62,7 +62,13 @@ def test_memory_operations_become_steps() -> None:
 
 
 def test_unused_constants_and_buffers_are_left_out() -> None:
-    body = "    torch.tensor([1, 2], device='cuda')\n    torch.empty(1000, device='cuda')\n    y = torch.empty_like(x)\n    launch(x, y)\n    return y"
+    body = """
+    torch.tensor([1, 2], device="cuda")
+    torch.empty(1000, device="cuda")
+    y = torch.empty_like(x)
+    launch(x, y)
+    return y
+"""
     plan = plan_of(with_solve("cute", body), "cute")
     assert [type(step) for step in plan.steps] == [Launch] and len(plan.buffers) == 2
 
@@ -130,7 +136,14 @@ def test_same_kernel_name_compiled_twice_keeps_each_its_image() -> None:
 
 
 def test_recordings_do_not_see_each_other() -> None:
-    body = "    import builtins\n    assert not hasattr(builtins, 'left')\n    builtins.left = 1\n    y = torch.empty_like(x)\n    launch(x, y)\n    return y"
+    body = """
+    import builtins
+    assert not hasattr(builtins, "left")
+    builtins.left = 1
+    y = torch.empty_like(x)
+    launch(x, y)
+    return y
+"""
     source = with_solve("cute", body)
     assert plan_of(source, "cute") == plan_of(source, "cute")
 
