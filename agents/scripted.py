@@ -34,6 +34,9 @@ ARMS = (
 )
 """Source DSL, target DSL, problem."""
 
+MIN_WIDTH = 130
+"""Columns that the summary needs."""
+
 SKILL = """\
 Give each row to one block, so that its sum never leaves the block. Let neighbouring threads read neighbouring
 elements. Accumulate the squares in float32 whatever the input's type, and add the small constant before the reciprocal
@@ -73,6 +76,7 @@ class Episode:
 
     problem: str
     dsl: str
+    given_skill: bool
     turns: list[Turn] = field(default_factory=list)
     result: Result | None = None
     skill: str = ""
@@ -123,7 +127,7 @@ def play(
 ) -> Episode:
     """Play ``moves`` and tell ``console`` about each."""
     observation, info = env.reset(options={"skill": skill} if skill else {})
-    episode = Episode(info["problem"], info["dsl"])
+    episode = Episode(info["problem"], info["dsl"], bool(skill))
     console.rule(f"{episode.problem} in {episode.dsl}{', with a skill' if skill else ''}")
     for move in moves:
         started = time.monotonic()
@@ -169,9 +173,9 @@ def run(device: str, console: Console) -> list[Episode]:
 
 def summary(episodes: list[Episode]) -> Table:
     """One row per episode."""
-    table = Table(title="Episodes")
-    for column in ("problem", "DSL", "submissions", "final verdict", "speed-up", "time", "device"):
-        table.add_column(column, overflow="fold")
+    table = Table(title="Episodes", box=None, padding=(0, 1))
+    for column in ("problem", "DSL", "skill", "submissions", "final verdict", "speed-up", "seconds", "device"):
+        table.add_column(column, no_wrap=True)
     for episode in episodes:
         result = episode.result
         submissions = sum(turn.stage is not None for turn in episode.turns)
@@ -181,10 +185,11 @@ def summary(episodes: list[Episode]) -> Table:
         table.add_row(
             episode.problem,
             episode.dsl,
+            "yes" if episode.given_skill else "no",
             str(submissions),
             stage,
             f"{result.score:.3f}{' (estimated)' if simulated else ''}" if result else "",
-            f"{sum(turn.seconds for turn in episode.turns):.1f} s",
+            f"{sum(turn.seconds for turn in episode.turns):.1f}",
             verdicts[0].device if verdicts else "",
         )
     return table
@@ -195,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mkb_env.agents.scripted", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, simulator, cuda or cuda:N (default: auto)")
     options = parser.parse_args(arguments)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=max(MIN_WIDTH, Console().width))
     started = time.monotonic()
     try:
         episodes = run(options.device, console)

@@ -6,12 +6,16 @@ from mkb_env.devices.base import KernelInfo
 from mkb_env.judge.verdict import OutputDiff, Timing, Verdict
 
 MAX_KERNELS = 8
+MAX_KERNEL_NAME = 60
 MAX_LOG = 2000
 """Characters of a submission's own output that are shown, from its end."""
 
 
 def render(verdict: Verdict) -> str:
-    """Everything in the verdict that helps to write the next submission, most important first."""
+    """Everything in the verdict that helps to write the next submission, most important first.
+
+    What the verdict's message tells already (the worst output, estimated times) is not told again.
+    """
     parts = [f"{verdict.stage.value}: {verdict.message}".rstrip(": \n")]
     if verdict.hint:
         parts.append(f"hint: {verdict.hint}")
@@ -19,8 +23,8 @@ def render(verdict: Verdict) -> str:
     if location and location.text.strip() not in verdict.message:
         caret = f"\n    {' ' * (location.column - 1)}^" if location.column else ""
         parts.append(f"line {location.line} of the source:\n    {location.text}{caret}")
-    parts += [_diff(diff) for diff in verdict.diffs]
-    if verdict.timing:
+    parts += [_diff(diff) for diff in verdict.diffs if diff.passed or diff.name not in verdict.message]
+    if verdict.timing and not verdict.timing.simulated:
         parts.append(_timing(verdict.timing))
     parts += [_kernel(kernel) for kernel in verdict.kernels[:MAX_KERNELS]]
     if len(verdict.kernels) > MAX_KERNELS:
@@ -45,17 +49,15 @@ def _diff(diff: OutputDiff) -> str:
 
 def _timing(timing: Timing) -> str:
     speedup = timing.speedup
-    text = (
-        f"kernel {timing.kernel_us:.4g} us, reference {timing.baseline_us:.4g} us: speed-up {speedup.value:.3f} "
-        f"(95 %: {speedup.low:.3f} to {speedup.high:.3f}, {timing.draws} draws)"
-    )
-    if timing.device_speedup:
-        text += f", on the device alone {timing.device_speedup.value:.3f}"
-    return f"{text}; {'an estimate by the simulator, not a measurement' if timing.simulated else timing.device}"
+    text = f"speed-up {speedup.value:.3f}, 95 % interval {speedup.low:.3f} to {speedup.high:.3f} ({timing.draws} draws)"
+    if device := timing.device_speedup:
+        text += f"; on the device alone {device.value:.3f}, {device.low:.3f} to {device.high:.3f}"
+    return text
 
 
 def _kernel(kernel: KernelInfo) -> str:
-    text = f"launched {kernel.name}: grid {list(kernel.grid)}, block {list(kernel.block)}"
+    name = kernel.name if len(kernel.name) <= MAX_KERNEL_NAME else f"{kernel.name[:MAX_KERNEL_NAME]}..."
+    text = f"launched {name}: grid {list(kernel.grid)}, block {list(kernel.block)}"
     if kernel.cluster != (1, 1, 1):
         text += f", cluster {list(kernel.cluster)}"
     text += f", {kernel.shared_bytes} B shared"
