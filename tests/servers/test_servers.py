@@ -1,0 +1,159 @@
+"""Background servers: real processes, real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mkb_env.servers import client as client_module
+from mkb_env.servers.client import ServerClient, ServerError, stop, stop_all
+from mkb_env.servers.wire import runtime_folder
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "rt"
+    monkeypatch.setenv("MKB_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    yield folder
+    stop_all()
+
+
+@pytest.fixture(params=["forking", "serial"])
+def server(request: pytest.FixtureRequest, runtime: Path) -> ServerClient:
+    return ServerClient("services", rooms=("servers",), kind=request.param)
+
+
+@pytest.fixture
+def forking(runtime: Path) -> ServerClient:
+    return ServerClient("services", rooms=("servers",))
+
+
+def test_first_use_starts_it_and_later_ones_find_it(server: ServerClient) -> None:
+    stages: list[str] = []
+    first = server.call(b"hello", seconds=10, on_progress=stages.append)
+    second = server.call(b"hello", seconds=10)
+    assert stages == ["hello"] and first.stage == "hello" and first.ended.exit_code == 0
+    assert first.result is not None and second.result is not None
+    assert first.result.split()[1] == second.result.split()[1], "the same server answered both"
+
+
+def test_large_answers(server: ServerClient) -> None:
+    assert server.call(b"size 30000000", seconds=20).result == bytes(30_000_000)
+
+
+def test_each_job_has_its_own_process(forking: ServerClient) -> None:
+    pids = {(forking.call(b"hello", seconds=10).result or b"").split()[2] for _ in range(3)}
+    assert len(pids) == 3
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "number"), [(b"exit 3", 3, None), (b"signal 11", None, 11), (b"raise no", 70, None)]
+)
+def test_how_a_job_ended(forking: ServerClient, job: bytes, code: int | None, number: int | None) -> None:
+    outcome = forking.call(job, seconds=10)
+    assert outcome.result is None and (outcome.ended.exit_code, outcome.ended.signal) == (code, number)
+    assert forking.call(b"hello", seconds=10).result is not None
+
+
+def test_deadline_counts_from_the_start_of_the_job(forking: ServerClient) -> None:
+    started = time.monotonic()
+    outcome = forking.call(b"sleep 60", seconds=0.5)
+    assert outcome.ended.timed_out and outcome.stage == "sleep" and time.monotonic() - started < 20
+
+
+def test_jobs_run_side_by_side(forking: ServerClient) -> None:
+    forking.call(b"hello", seconds=10)
+    started = time.monotonic()
+    threads = [threading.Thread(target=forking.call, args=(b"sleep 1",), kwargs={"seconds": 10}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started < 1.9
+
+
+def test_a_client_that_dies_takes_its_job_along(forking: ServerClient) -> None:
+    forking.call(b"hello", seconds=10)
+    code = (
+        "from mkb_env.servers.client import ServerClient\n"
+        "ServerClient('services', ('servers',)).call(b'sleep 60', seconds=90)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd="/")
+    time.sleep(1.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # both of two places are free again: two sleepers still run side by side
+    test_jobs_run_side_by_side(forking)
+
+
+def test_keys_stay_outside(forking: ServerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    names = (forking.call(b"environ", seconds=10).result or b"").decode()
+    assert "PATH" in names and "OPENAI_API_KEY" not in names
+
+
+def test_garbage_does_not_harm(forking: ServerClient) -> None:
+    forking.call(b"hello", seconds=10)
+    for data in (b"", b"\xff" * 100, b"\x04\x00\x00\x00\x01\x02\x03\x04"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(forking.socket_path))
+            connection.sendall(data)
+    assert forking.call(b"hello", seconds=10).result is not None
+
+
+def test_stop_and_start_again(server: ServerClient) -> None:
+    first = server.call(b"hello", seconds=10).result or b""
+    assert server.running() and stop(server.socket_path)
+    deadline = time.monotonic() + 10
+    while server.socket_path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not server.running()
+    second = server.call(b"hello", seconds=10).result or b""
+    assert first.split()[1] != second.split()[1]
+
+
+def test_changed_code_gets_a_new_server_and_ends_the_old(
+    forking: ServerClient, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = forking.call(b"hello", seconds=10).result or b""
+    monkeypatch.setattr(client_module, "code_fingerprint", lambda rooms: "0123456789abcdef")
+    second = forking.call(b"hello", seconds=10).result or b""
+    assert first.split()[1] != second.split()[1]
+    deadline = time.monotonic() + 10
+    while len(list(runtime.glob("*.sock"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [path.name for path in runtime.glob("*.sock")] == [forking.socket_path.name]
+
+
+def test_idle_server_ends(server: ServerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKB_IDLE_SECONDS", "0.3")
+    server.call(b"hello", seconds=10)
+    deadline = time.monotonic() + 15
+    while server.socket_path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server.running()
+    assert server.call(b"hello", seconds=10).result is not None
+
+
+def test_a_service_that_cannot_start_is_named(runtime: Path) -> None:
+    with pytest.raises(ServerError, match=r"no_such_service.*ModuleNotFoundError"):
+        ServerClient("no_such_service", rooms=("servers",)).call(b"", seconds=5)
+
+
+def test_open_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    os.chmod(folder, 0o755)
+    monkeypatch.setenv("MKB_RUNTIME_DIR", str(folder))
+    with pytest.raises(PermissionError, match="mode 0700"):
+        runtime_folder()
