@@ -191,14 +191,12 @@ def _where(outside: torch.Tensor) -> str:
 def _descriptions(outside: torch.Tensor, count: int) -> Iterator[str]:
     touched = _touched(outside)
     partial = [axis for axis, flags in enumerate(touched) if not bool(flags.all())]
-    # The wrong elements fill a box if nearly every combination of touched indices is wrong.
-    volume = math.prod(int(flags.sum()) for flags in touched)
-    if partial and count >= DENSE * volume:
-        yield " and ".join(_indices(axis, touched[axis], len(touched)) for axis in partial)
-    right = _touched(~outside)
-    spared = [axis for axis, flags in enumerate(right) if not bool(flags.all())]
-    if spared and outside.numel() - count >= DENSE * math.prod(int(flags.sum()) for flags in right):
-        yield "everything but " + " and ".join(_indices(axis, right[axis], len(right)) for axis in spared)
+    if 2 * count > outside.numel():
+        right = _touched(~outside)
+        if phrase := _box(right, outside.numel() - count):
+            yield f"everything but {phrase}"
+    if phrase := _box(touched, count):
+        yield phrase
     if count >= DENSE * outside.numel():
         yield "nearly everywhere"
     places = outside.flatten().nonzero().flatten()
@@ -211,6 +209,15 @@ def _descriptions(outside: torch.Tensor, count: int) -> Iterator[str]:
     for axis in partial:
         if int(touched[axis].sum()) <= max(1, len(touched[axis]) // 4):
             yield f"only in {_indices(axis, touched[axis], len(touched))}, and not all of it"
+
+
+def _box(touched: Sequence[torch.Tensor], count: int) -> str:
+    """The ``count`` elements within these indices per axis, if they are nearly all combinations of them."""
+    partial = [axis for axis, flags in enumerate(touched) if not bool(flags.all())]
+    volume = math.prod(int(flags.sum()) for flags in touched)
+    if not partial or count < DENSE * volume:
+        return ""
+    return " and ".join(_indices(axis, touched[axis], len(touched)) for axis in partial)
 
 
 def _touched(outside: torch.Tensor) -> list[torch.Tensor]:

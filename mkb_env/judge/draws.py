@@ -103,10 +103,18 @@ def leaves(result: object) -> tuple[torch.Tensor, ...]:
     raise ProblemError(f"a reference returns a tensor or a tuple of tensors, got {type(result).__name__}")
 
 
-def expected(problem: Problem, inputs: Sequence[Value]) -> tuple[torch.Tensor, ...]:
-    """The reference's outputs for ``inputs``, in full fp32 precision."""
+def expected(problem: Problem, shape: Shape, inputs: Sequence[Value]) -> tuple[torch.Tensor, ...]:
+    """The reference's outputs for ``inputs``, in full fp32 precision.
+
+    Raises:
+        ProblemError: if they are not what the problem's ``output_specs`` says.
+    """
     with strict_math(), torch.no_grad():
-        return leaves(problem.reference(*inputs))
+        result = leaves(problem.reference(*inputs))
+    specs = [(tuple(size), dtype) for size, dtype in problem.output_specs(shape)]
+    if (got := [(tuple(tensor.shape), tensor.dtype) for tensor in result]) != specs:
+        raise ProblemError(f"{problem.slug}: the reference returns {got}, output_specs says {specs}")
+    return result
 
 
 def anchors(problem: Problem, inputs: Sequence[Value], reference: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mkb_env.judge.draws import ProblemError, Value, leaves
+from mkb_env.judge.draws import Value
 from mkb_env.plan import DTYPE_BYTES, LaunchPlan, TensorView
-from mkb_env.problems.contract import Problem
+from mkb_env.problems.contract import Problem, Shape
 
 
 def misfit(plan: LaunchPlan, problem: Problem, inputs: Sequence[Value]) -> str:
@@ -78,29 +78,20 @@ def _byte_view(flags: torch.Tensor, view: TensorView, begin: int) -> torch.Tenso
     return flags.as_strided((*view.shape, size), (*(s * size for s in view.strides), 1), view.offset - begin)
 
 
-def wrong(plan: LaunchPlan, problem: Problem, result: object) -> str:
-    """How the plan's outputs differ in structure, shape or dtype from the reference's ``result``, or ''.
-
-    Raises:
-        ProblemError: if the reference does not return what its problem names.
-    """
-    reference = leaves(result)
-    if len(reference) != len(problem.outputs):
-        raise ProblemError(
-            f"{problem.slug}: the reference returns {len(reference)} tensors, OUTPUTS names {len(problem.outputs)}"
-        )
-    kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
-    flat = kind == "tensor" or all(child.kind == "tensor" for child in plan.output_tree.children)
-    if plan.output_tree.kind != kind or not flat or len(plan.outputs) != len(reference):
-        wanted = _structure(kind, len(reference), problem.outputs)
-        got = _structure(plan.output_tree.kind, len(plan.output_tree.children))
-        return f"solve returned {got}; the reference returns {wanted}"
-    for position, (output, tensor) in enumerate(zip(plan.outputs, reference, strict=True)):
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if (shape, dtype) != (output.shape, output.dtype):
+def wrong(plan: LaunchPlan, problem: Problem, shape: Shape) -> str:
+    """How the plan's outputs differ in structure, shape or dtype from what the problem asks for, or ''."""
+    specs = problem.output_specs(shape)
+    kind = "tuple" if len(specs) > 1 else "tensor"
+    tree = plan.output_tree
+    flat = all(child.kind == "tensor" for child in tree.children)
+    if tree.kind != kind or not flat or len(plan.outputs) != len(specs):
+        got, wanted = _structure(tree.kind, len(tree.children)), _structure(kind, len(specs), problem.outputs)
+        return f"solve returned {got}; it must return {wanted}"
+    for position, (output, (size, dtype)) in enumerate(zip(plan.outputs, specs, strict=True)):
+        if (output.shape, output.dtype) != (tuple(size), str(dtype).removeprefix("torch.")):
             return (
-                f"output[{position}] (`{problem.outputs[position]}`) has shape {output.shape} and dtype {output.dtype};"
-                f" the reference's has shape {shape} and dtype {dtype}"
+                f"output[{position}] (`{problem.outputs[position]}`) has shape {output.shape} and dtype "
+                f"{output.dtype}; it must have shape {tuple(size)} and dtype {str(dtype).removeprefix('torch.')}"
             )
     return ""
 
