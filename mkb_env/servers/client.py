@@ -25,6 +25,7 @@ from mkb_env.servers.wire import (
     runtime_folder,
     send_frame,
     send_header,
+    short_address,
 )
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "MKB_RUNTIME_DIR", "MKB_IDLE_SECONDS",
@@ -112,8 +113,11 @@ class ServerClient:
     ) -> Outcome:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours:
-            with theirs:
-                send_header(control, header, theirs)
+            try:
+                with theirs:
+                    send_header(control, header, theirs)
+            except OSError as error:
+                raise ConnectionEnded(str(error)) from None
             result, stage = None, ""
             try:
                 send_frame(ours, payload)
@@ -177,7 +181,8 @@ class ServerClient:
 def _try_connect(path: Path) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(str(path))
+        with short_address(path) as address:
+            connection.connect(address)
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+
+from mkb_env.servers.wire import short_address
 
 
 def listen(path: str) -> socket.socket:
@@ -12,7 +15,8 @@ def listen(path: str) -> socket.socket:
     The client that started it waits for that exit: from then on it can connect, and is served once imports are done.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
+    with short_address(Path(path)) as address:
+        listener.bind(address)
     listener.listen(128)
     if os.fork():
         os._exit(0)

@@ -15,6 +15,8 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,16 @@ def receive_header(control: socket.socket) -> tuple[Header, socket.socket | None
             descriptors.frombytes(data[: len(data) - len(data) % 4])
     header = msgspec.msgpack.decode(first[4:], type=Header)
     return header, socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+@contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """An address of at most 107 bytes, as sockets need, for a path of any length."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def runtime_folder() -> Path:
