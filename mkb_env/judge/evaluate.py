@@ -41,7 +41,7 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
     """The 95 % interval of the speedup is to lie within this share of it, on either side."""
     timing_seconds: float = 10.0
     """No timed draw begins later than this, whatever the interval."""
-    full_check_share: float = 0.1
+    full_check_share: float = 0.05
     """Share of the timed draws, picked at random, that are held against the fp64 anchor like a correctness draw."""
 
 

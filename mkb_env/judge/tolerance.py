@@ -273,7 +273,9 @@ class _Rows:
 
 def _row_limit(errors: torch.Tensor, scales: torch.Tensor, floor: float) -> torch.Tensor:
     """3 max(e, max(floor, r) m) per row, r the largest e / m of the rows of at least median m; float64 [rows]."""
-    ordinary = (scales >= scales.median()) & (scales > 0)
+    # Sorting: on a GPU the median of one long row is found by a single block.
+    median = scales.sort().values[(len(scales) - 1) // 2]
+    ordinary = (scales >= median) & (scales > 0)
     typical = torch.where(ordinary, errors / scales, 0.0).max().clamp_min(floor)
     return FACTOR * torch.maximum(errors, typical * scales)
 

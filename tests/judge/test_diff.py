@@ -46,6 +46,7 @@ def halves(want: torch.Tensor) -> torch.Tensor:
 
 
 EVERY = slice(None)
+TAIL = "not written (the fill pattern is still there): 2048 of 12288 elements (16.7 %): the last 8 rows of axis 0 (48)"
 TILE = (
     "rows 16 to 31 of axis 0 (48), a multiple of 16 aligned to it "
     "and columns 64 to 127 of axis 1 (256), a multiple of 64 aligned to it"
@@ -54,7 +55,7 @@ MATRIX = (48, 256)
 HEADS = (4, 8, 64)
 FAULTS = {
     "nothing": (MATRIX, unwritten(EVERY), "nothing was written"),
-    "tail rows": (MATRIX, unwritten(slice(40, None)), "(the fill pattern is still there): 2048 of 12288 elements (16.7 %): the last 8 rows"),
+    "tail rows": (MATRIX, unwritten(slice(40, None)), TAIL),
     "tail columns": (MATRIX, unwritten(EVERY, slice(250, None)), "the last 6 columns of axis 1 (256)"),
     "one row": (MATRIX, unwritten(17), "row 17 of axis 0 (48)"),
     "every 4th column": (MATRIX, unwritten(EVERY, slice(1, None, 4)), "every 4th column of axis 1 (256), from 1"),
