@@ -47,7 +47,8 @@ def examine(judge: Judge) -> list[Check]:
 
 def _python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
-    return Check("Python", sys.version_info >= (3, 11), f"{found}, needs 3.11 or later", "install a newer Python")
+    ok = sys.version_info >= (3, 11)
+    return Check("Python", ok, f"{found}, needs 3.11 or later", "" if ok else "install a newer Python")
 
 
 def _packages() -> Iterator[Check]:
