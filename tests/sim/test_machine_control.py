@@ -33,7 +33,8 @@ def test_divergent_loops_end_lane_by_lane() -> None:
 
 def test_nested_divergence_reconverges() -> None:
     source = """extern "C" __global__ void k(int* o) { int t = threadIdx.x, v = t;
-        for (int i = 0; i < t % 7; i++) { if ((t + i) % 3 == 0) { if (t & 1) v += 5; else { v ^= i; if (v > 40) continue; } }
+        for (int i = 0; i < t % 7; i++) { if ((t + i) % 3 == 0) { if (t & 1) v += 5; else { v ^= i;
+        if (v > 40) continue; } }
             for (int j = t % 5; j < 4; j++) { if (j == 2 && v % 2) break; v = v * 3 + j; } v %= 1009; }
         __syncthreads(); o[t] = v + __popc(__ballot_sync(-1, v & 1)); }"""
     out = ints(96)
@@ -119,7 +120,8 @@ def test_tree_reduction_in_shared_memory() -> None:
 
 def test_barrier_reductions() -> None:
     source = """extern "C" __global__ void k(int* o) { int t = threadIdx.x, b = blockIdx.x;
-        o[b * 50 + t] = __syncthreads_count(t % 3 == b) * 4 + __syncthreads_and(t < 50 - b) * 2 + __syncthreads_or(t == 49 + b); }"""
+        o[b * 50 + t] = __syncthreads_count(t % 3 == b) * 4 + __syncthreads_and(t < 50 - b) * 2
+            + __syncthreads_or(t == 49 + b); }"""
     out = ints(2, 50)
     run_cuda(source, out, grid=2, block=50)
     assert out[0].tolist() == [17 * 4 + 2 + 1] * 50
@@ -150,7 +152,8 @@ def test_threads_that_have_ended_do_not_hold_a_barrier() -> None:
 
 def test_a_lock_is_passed_on_within_and_between_blocks() -> None:
     source = """extern "C" __global__ void k(int* o) { bool done = false; while (!done) {
-        if (atomicCAS(&o[0], 0, 1) == 0) { o[1] += threadIdx.x; __threadfence(); atomicExch(&o[0], 0); done = true; } } }"""
+        if (atomicCAS(&o[0], 0, 1) == 0) { o[1] += threadIdx.x; __threadfence(); atomicExch(&o[0], 0); done = true;
+        } } }"""
     out = ints(2)
     run_cuda(source, out, grid=4, block=32)
     assert out.tolist() == [0, 4 * sum(range(32))]

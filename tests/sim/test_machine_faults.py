@@ -38,7 +38,8 @@ def test_a_misaligned_vector_access() -> None:
 
 
 def test_shared_memory_out_of_bounds() -> None:
-    source = """extern "C" __global__ void k(int* o, int n) { extern __shared__ int s[]; s[threadIdx.x] = n; __syncthreads();
+    source = """extern "C" __global__ void k(int* o, int n) { extern __shared__ int s[];
+        s[threadIdx.x] = n; __syncthreads();
         o[threadIdx.x] = s[threadIdx.x ^ 1]; }"""
     run_cuda(source, ints(64), 1, block=64, shared=256)
     fault = fault_of(lambda: run_cuda(source, ints(64), 1, block=64, shared=200))
@@ -57,7 +58,8 @@ def test_an_endless_loop_is_a_timeout_by_budget_and_by_clock() -> None:
 
 def test_a_barrier_that_some_threads_never_reach() -> None:
     source = """extern "C" __global__ void k(int* o) { if (threadIdx.x < 32 || blockIdx.x == 0) {
-        asm volatile("bar.sync 3, 64;" ::: "memory"); } else { asm volatile("bar.sync 4, 96;" ::: "memory"); } o[0] = 1; }"""
+        asm volatile("bar.sync 3, 64;" ::: "memory"); } else { asm volatile("bar.sync 4, 96;" ::: "memory"); }
+        o[0] = 1; }"""
     fault = fault_of(lambda: run_cuda(source, ints(1), grid=2, block=64))
     assert fault.stage == "timeout"
     assert "barrier 3 is never complete: 32 of 64 threads arrived in block (1, 0, 0)" in fault.message

@@ -43,7 +43,8 @@ def evaluate(opcode: str, kinds: str, width: int, *columns: list[int], out: int 
     names = ["%" + "abcd"[i] for i in range(len(columns))]
     declared = "".join(f".reg .b{8 * sizes[k]} {name};" for name, k in zip(names, kinds, strict=True))
     loads = "".join(
-        f"mad.wide.u32 %at, %t, {sizes[k]}, 0; ld.param.u64 %base, [p{i}]; add.u64 %at, %at, %base; ld.global.b{8 * sizes[k]} {name}, [%at];"
+        f"mad.wide.u32 %at, %t, {sizes[k]}, 0; ld.param.u64 %base, [p{i}]; add.u64 %at, %at, %base;"
+        f"ld.global.b{8 * sizes[k]} {name}, [%at];"
         for i, (name, k) in enumerate(zip(names, kinds, strict=True))
     )
     params = ", ".join(f".param .u64 p{i}" for i in range(len(columns)))

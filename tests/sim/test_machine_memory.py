@@ -64,7 +64,8 @@ def test_generic_addresses_reach_every_space_at_once() -> None:
     source = """__device__ int g[64] = {1, 2, 3}; __constant__ int c[4] = {10, 20, 30, 40};
         extern "C" __global__ void k(int* o) { __shared__ int s[64]; int l[4]; int t = threadIdx.x;
         s[t] = 1000 + t; for (int i = 0; i < 4; i++) l[i] = 2000 + t * i; __syncthreads();
-        volatile int* p = t % 3 == 0 ? (volatile int*)&s[63 - t] : t % 3 == 1 ? (volatile int*)&l[t & 3] : (volatile int*)&g[t & 3];
+        volatile int* p = t % 3 == 0 ? (volatile int*)&s[63 - t]
+            : t % 3 == 1 ? (volatile int*)&l[t & 3] : (volatile int*)&g[t & 3];
         int v = *p; *p = v + 5; __syncthreads(); o[t] = v + c[t & 3] + *p * 10000; }"""
     out = ints(64)
     run_cuda(source, out, block=64)
@@ -94,9 +95,11 @@ def test_narrow_loads_extend_and_narrow_stores_cut() -> None:
 
 
 def test_asynchronous_copies_fill_with_zeros() -> None:
-    source = """extern "C" __global__ void k(uint4* o, const uint4* x, int n) { extern __shared__ uint4 s[]; int t = threadIdx.x;
+    source = """extern "C" __global__ void k(uint4* o, const uint4* x, int n) {
+        extern __shared__ uint4 s[]; int t = threadIdx.x;
         unsigned a = (unsigned)__cvta_generic_to_shared(&s[t]); int bytes = t < n ? 16 : t == n ? 12 : 0;
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(a), "l"(x + (t <= n ? t : 0)), "r"(bytes));
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+            :: "r"(a), "l"(x + (t <= n ? t : 0)), "r"(bytes));
         unsigned b = (unsigned)__cvta_generic_to_shared(&s[64 + t]);
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(b), "l"(x + t));
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory"); __syncthreads();
@@ -145,7 +148,8 @@ def test_128_bit_registers_and_packing() -> None:
 def test_memory_is_poisoned_before_it_is_written() -> None:
     out = ints(32)
     run_cuda(
-        'extern "C" __global__ void k(int* o) { __shared__ int s[32]; o[threadIdx.x] = ((volatile int*)s)[threadIdx.x]; }',
+        """extern "C" __global__ void k(int* o) { __shared__ int s[32];
+        o[threadIdx.x] = ((volatile int*)s)[threadIdx.x]; }""",
         out,
     )
     assert out.tolist() == [-1] * 32

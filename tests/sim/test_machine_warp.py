@@ -34,7 +34,8 @@ def test_shuffles() -> None:
 
 def test_the_predicate_of_a_shuffle_tells_who_is_inside() -> None:
     source = """extern "C" __global__ void k(int* o) { int t = threadIdx.x, v;
-        asm volatile("{ .reg .pred p; shfl.sync.up.b32 %0|p, %1, 4, 0x1800, -1; selp.s32 %0, %0, -1, p; }" : "=r"(v) : "r"(t));
+        asm volatile("{ .reg .pred p; shfl.sync.up.b32 %0|p, %1, 4, 0x1800, -1; selp.s32 %0, %0, -1, p; }"
+            : "=r"(v) : "r"(t));
         o[t] = v; }"""
     out = ints(32)
     run_cuda(source, out)
@@ -47,7 +48,8 @@ def test_votes_and_reductions() -> None:
     source = """extern "C" __global__ void k(int* o, const int* x) { int t = threadIdx.x, v = x[t], n = 96;
         o[t] = __ballot_sync(-1, v & 1); o[n + t] = __all_sync(-1, v > 5) + 2 * __any_sync(-1, v < (1 << 26));
         o[2 * n + t] = __reduce_add_sync(-1, v); o[3 * n + t] = __reduce_max_sync(-1, v - (1 << 29));
-        o[4 * n + t] = __match_any_sync(-1, v & 3); int p; o[5 * n + t] = __match_all_sync(-1, t < 64 ? 5 : v, &p) ^ p; }"""
+        o[4 * n + t] = __match_any_sync(-1, v & 3); int p;
+        o[5 * n + t] = __match_all_sync(-1, t < 64 ? 5 : v, &p) ^ p; }"""
     run_cuda(source, out, torch.from_numpy(x), block=96)
     warps = x.reshape(3, 32)
     bits = ((warps & 1).astype(np.uint32) << LANES.astype(np.uint32)).sum(axis=1, dtype=np.uint32)
@@ -64,7 +66,8 @@ def test_lanes_that_took_another_path_are_left_out() -> None:
     source = """extern "C" __global__ void k(int* o) { int t = threadIdx.x, v = 0;
         if (t % 3 == 0) { unsigned m = __activemask(); v = __ballot_sync(m, t & 1); }
         else if (t % 3 == 1) { unsigned m = __activemask(); v = __shfl_sync(m, t, 4) + 100 * __popc(m); }
-        else { unsigned p; asm volatile("{ .reg .pred q; elect.sync _|q, %1; selp.u32 %0, 1, 0, q; }" : "=r"(p) : "r"(__activemask()));
+        else { unsigned p; asm volatile("{ .reg .pred q; elect.sync _|q, %1; selp.u32 %0, 1, 0, q; }"
+            : "=r"(p) : "r"(__activemask()));
                v = p; } o[t] = v; }"""
     out = ints(64)
     run_cuda(source, out, block=64)
@@ -99,7 +102,8 @@ def test_matrix_product_by_ldmatrix_and_mma() -> None:
             : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3) : "r"(pa));
         asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(y0), "=r"(y1) : "r"(pb));
         const float* cw = c + w * 128; float* ow = o + w * 128; float d0, d1, d2, d3;
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+            " {%8, %9}, {%10, %11, %12, %13};"
             : "=f"(d0), "=f"(d1), "=f"(d2), "=f"(d3) : "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(y0), "r"(y1),
               "f"(cw[r * 8 + q]), "f"(cw[r * 8 + q + 1]), "f"(cw[(r + 8) * 8 + q]), "f"(cw[(r + 8) * 8 + q + 1]));
         ow[r * 8 + q] = d0; ow[r * 8 + q + 1] = d1; ow[(r + 8) * 8 + q] = d2; ow[(r + 8) * 8 + q + 1] = d3; }"""
@@ -110,7 +114,8 @@ def test_matrix_product_by_ldmatrix_and_mma() -> None:
 
 def test_stmatrix_and_movmatrix() -> None:
     source = """extern "C" __global__ void k(short* o) { __shared__ __align__(16) short s[256]; int l = threadIdx.x;
-        unsigned v = l | (l + 100) << 16, m; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(m) : "r"(v));
+        unsigned v = l | (l + 100) << 16, m;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(m) : "r"(v));
         unsigned p = (unsigned)__cvta_generic_to_shared(&s[l % 16 * 8]);
         asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" :: "r"(p), "r"(v), "r"(m) : "memory");
         __syncwarp(); for (int i = l; i < 128; i += 32) o[i] = s[i]; }"""

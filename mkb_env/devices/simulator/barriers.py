@@ -213,7 +213,8 @@ def deadlock(runner: Runner) -> DeviceFault:
         wanted = int(barrier.expected[cta]) or int(chunk.alive[cta])
         return DeviceFault(
             "timeout",
-            f"barrier {number} is never complete: {int(barrier.arrived[cta])} of {wanted} threads arrived in block {block}\n"
+            f"barrier {number} is never complete: {int(barrier.arrived[cta])} of {wanted} threads arrived "
+            f"in block {block}\n"
             f"  at PTX line {waiting.instruction.line} of {name}: {waiting.instruction.text}\n"
             "  the other threads wait elsewhere; every thread of the block must reach the same barrier",
             name,

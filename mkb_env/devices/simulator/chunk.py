@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mkb_env.devices.base import POISON_BYTE, DeviceFault
 from mkb_env.devices.simulator.frame import Frame, count_warps
 from mkb_env.devices.simulator.memory import UINT, GlobalMemory
-from mkb_env.devices.simulator.program import Program
+from mkb_env.devices.simulator.program import SHARED_BASE, Program
 from mkb_env.devices.simulator.traffic import Traffic
 
 Array = NDArray[Any]
@@ -186,13 +186,17 @@ class Chunk:
             if stem == "nclusterid":
                 size = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
             return size[axis] if axis < 3 else 1
+        nanoseconds, shared = time.time_ns(), self.shared_bytes + SHARED_BASE
         values = {
-            "nwarpid": self.pitch // 32, "nsmid": SM_COUNT, "gridid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1,
-            "clock": launch.executed_blocks * 8 & 0xFFFFFFFF, "clock64": launch.executed_blocks * 8,
-            "globaltimer": time.time_ns(), "globaltimer_lo": time.time_ns() & 0xFFFFFFFF, "cluster_ctaid": 0, "cluster_nctaid": 1, "is_explicit_cluster": 0, "clock_hi": 0, "globaltimer_hi": time.time_ns() >> 32,
-            "dynamic_smem_size": launch.dynamic_shared, "total_smem_size": self.shared_bytes + 1024,
-            "aggr_smem_size": self.shared_bytes + 1024, "reserved_smem_offset_begin": 0, "reserved_smem_offset_end": 1024,
-            "reserved_smem_offset_cap": 1024,
+            "nwarpid": self.pitch // 32, "nsmid": SM_COUNT, "gridid": 0,
+            "cluster_ctarank": 0, "cluster_nctarank": 1, "cluster_ctaid": 0, "cluster_nctaid": 1,
+            "is_explicit_cluster": 0,
+            # No real cycle count: eight for each basic block executed.
+            "clock": launch.executed_blocks * 8 & 0xFFFFFFFF, "clock64": launch.executed_blocks * 8, "clock_hi": 0,
+            "globaltimer": nanoseconds, "globaltimer_lo": nanoseconds & 0xFFFFFFFF, "globaltimer_hi": nanoseconds >> 32,
+            "dynamic_smem_size": launch.dynamic_shared, "total_smem_size": shared, "aggr_smem_size": shared,
+            "reserved_smem_offset_begin": 0, "reserved_smem_offset_end": SHARED_BASE,
+            "reserved_smem_offset_cap": SHARED_BASE,
         }  # fmt: skip
         return values.get(stem)
 

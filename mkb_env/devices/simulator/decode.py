@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mkb_env.devices.base import DeviceFault
+from mkb_env.devices.simulator.blocks import defines_and_uses
 from mkb_env.devices.simulator.frame import Frame
 from mkb_env.devices.simulator.memory import UINT
 from mkb_env.devices.simulator.parser import TYPE_BYTES, Imm
@@ -26,7 +27,6 @@ from mkb_env.devices.simulator.program import (
     Special,
     Symbol,
     Value,
-    defines_and_uses,
 )
 
 Array = NDArray[Any]
@@ -123,7 +123,7 @@ def unsigned(nbytes: int) -> Any:
 
 
 def numpy_type(kind: str) -> Any:
-    """NumPy type in which a PTX type's values are computed; raw bits where NumPy has no such type (128 bits: two words)."""
+    """NumPy type in which a PTX type's values are computed; raw bits where NumPy has none (128 bits: two words)."""
     if kind == "pred":
         return np.bool_
     return NUMPY_TYPE.get(kind) or UINT[min(TYPE_BYTES[kind], 8)]
@@ -141,7 +141,7 @@ def constant(value: int, kind: str) -> Array:
 
 def immediate(literal: Imm, kind: str) -> Array:
     """A literal as ``kind``; float literals of another width are converted."""
-    if literal.kind == "int" or kind.startswith(("b", "u", "s")) and kind != "bf16":
+    if literal.kind == "int" or (kind.startswith(("b", "u", "s")) and kind != "bf16"):
         return constant(literal.value, kind)
     bits: Array = np.array([literal.value], np.uint32 if literal.kind == "f32" else np.uint64)
     value = bits.view(np.float32 if literal.kind == "f32" else np.float64)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mkb_env.devices.base import POISON_BYTE, DeviceFault, KernelInfo
 from mkb_env.devices.simulator import (  # noqa: F401  (the ops modules register their opcodes)
     ops_atomic,
+    ops_bits,
     ops_control,
     ops_data,
     ops_float,
@@ -23,6 +24,7 @@ from mkb_env.devices.simulator import (  # noqa: F401  (the ops modules register
     ops_warp,
     timing,
 )
+from mkb_env.devices.simulator.blocks import make_blocks
 from mkb_env.devices.simulator.chunk import LaunchContext
 from mkb_env.devices.simulator.machine import Code, run_launch
 from mkb_env.devices.simulator.memory import MODULE_BASE, GlobalMemory, Region
@@ -66,7 +68,7 @@ class ImageCode:
     def __init__(self, ptx: str, number: int) -> None:
         if not ptx:
             raise DeviceFault("unsupported", "the image holds no PTX text; the simulator cannot run a cubin")
-        self.number, self.regions = number, []
+        self.number = number
         self.next = MODULE_BASE + (number << 36)
         self.addresses: dict[str, int] = {}
         self.regions: list[Region] = []
@@ -80,7 +82,9 @@ class ImageCode:
         """The decoded kernel. Raises DeviceFault."""
         if kernel not in self.codes:
             try:
-                self.codes[kernel] = Code(build(self.module, kernel, self.address_of))
+                program = build(self.module, kernel, self.address_of)
+                make_blocks(program)
+                self.codes[kernel] = Code(program)
             except PtxError as error:
                 raise DeviceFault("unsupported", f"the PTX of {kernel} cannot be read: {error}", kernel) from None
         return self.codes[kernel]

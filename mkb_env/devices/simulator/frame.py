@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mkb_env.devices.simulator.blocks import bits
+
 if TYPE_CHECKING:
     from mkb_env.devices.simulator.chunk import Chunk
 
@@ -34,7 +36,8 @@ class Frame:
     """
 
     __slots__ = (
-        "cache", "chunk", "depth", "index", "lanes", "n", "parent", "pc", "registers", "stamp", "wait", "warps", "written",
+        "cache", "chunk", "depth", "index", "lanes", "n", "parent", "pc", "registers", "stamp", "wait", "warps",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -44,7 +47,7 @@ class Frame:
         self.n, self.pc = len(lanes), pc
         self.written: set[int] = set()
         self.cache: dict[str, Any] = {}
-        self.depth = parent.depth + 1 if parent else 0
+        self.depth: int = parent.depth + 1 if parent else 0
         self.stamp = 0
         self.wait: Any = None
         self.warps = count_warps(lanes) if parent is not None else chunk.warps
@@ -92,7 +95,7 @@ class Frame:
 
     def full(self, value: Array) -> Array:
         """``value`` with one element per lane."""
-        return value if len(value) == self.n else np.broadcast_to(value, (self.n, *value.shape[1:]))
+        return value if len(value) == self.n else value.repeat(self.n, axis=0)
 
     def adopt(self, defines: tuple[int, ...]) -> None:
         """Note that a block wrote these registers."""
@@ -104,7 +107,7 @@ class Frame:
             parent = self.parent
             assert parent is not None and self.index is not None
             grand = parent.parent
-            wanted = parent.written if grand is not None else _bits(live)
+            wanted = parent.written if grand is not None else bits(live)
             for register in wanted:
                 if live >> register & 1:
                     self.read(register)
@@ -122,22 +125,13 @@ def count_warps(lanes: Array) -> int:
     return int(np.count_nonzero(warps[1:] != warps[:-1])) + 1
 
 
-def _bits(mask: int) -> list[int]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
-
-
 def merge(frames: list[Frame], live: int) -> Frame:
     """One frame of all lanes of ``frames``, which are at one program counter where the registers ``live`` matter."""
     ancestor = _common_ancestor(frames)
     for frame in frames:
         frame.rebase(ancestor, live)
     if ancestor is None:
-        written = set(_bits(live))
+        written = set(bits(live))
     else:
         written = {register for frame in frames for register in frame.written if live >> register & 1}
     total = sum(frame.n for frame in frames)
@@ -150,7 +144,7 @@ def merge(frames: list[Frame], live: int) -> Frame:
     order = np.argsort(lanes, kind="stable")
     index = None
     if ancestor is not None:
-        index = np.concatenate([frame.index for frame in frames])[order]  # type: ignore[arg-type]
+        index = np.concatenate([frame.index for frame in frames])[order]
     merged = Frame(frames[0].chunk, lanes[order], [None] * len(frames[0].registers), ancestor, index, pc)
     if ancestor is None:
         merged.warps = count_warps(merged.lanes)

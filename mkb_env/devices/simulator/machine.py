@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator import barriers
+from mkb_env.devices.simulator.blocks import bits
 from mkb_env.devices.simulator.chunk import Chunk, LaunchContext, now
 from mkb_env.devices.simulator.decode import Operation, decode, reader
 from mkb_env.devices.simulator.frame import Frame, merge
@@ -52,19 +53,13 @@ class Code:
         if terminator is not None:
             instructions = instructions[:-1]
         first = program.instructions[block.begin]
-        if first.name in WARP_SYNC and "sync" in first.parts and first.name not in ("vote", "activemask"):
-            self.member_masks[number] = _member_mask(first)
-        elif first.name == "vote":
+        if first.name in WARP_SYNC and "sync" in first.parts:
             self.member_masks[number] = _member_mask(first)
         self.terminators[number] = terminator
-        self.defines[number] = tuple(_bits(block.defines))
+        self.defines[number] = tuple(bits(block.defines))
         operations = [decode(instruction, program.name) for instruction in instructions]
         self.operations[number] = operations
         return operations
-
-
-def _bits(mask: int) -> list[int]:
-    return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
 def _member_mask(instruction: Instruction) -> Callable[[Frame], Array] | None:
@@ -168,7 +163,7 @@ def run_launch(launch: LaunchContext, code: Code, cooperative: bool) -> None:
         if launch.ctas * pitch > MAX_COOPERATIVE_LANES:
             raise DeviceFault(
                 "launch_error",
-                f"a cooperative launch must fit on the device at once: {launch.ctas} blocks of {launch.threads} threads",
+                f"a cooperative launch must fit on the device: {launch.ctas} blocks of {launch.threads} threads do not",
                 launch.program.name,
             )
         per_chunk = launch.ctas
@@ -295,17 +290,20 @@ class Runner:
         raise DeviceFault(
             "timeout",
             f"kernel {self.program.name} did not end within {reason}: {frame.n} threads, among them "
-            f"{self.chunk.describe(int(frame.lanes[0]))}, still run; most time went to PTX lines {min(lines)} to {max(lines)}. "
+            f"{self.chunk.describe(int(frame.lanes[0]))}, still run; "
+            f"most time went to PTX lines {min(lines)} to {max(lines)}. "
             "Look for a loop whose condition never becomes false, or a wait for something that never happens.",
             self.program.name,
         )
 
     def _together(self, frame: Frame, pc: int) -> bool:
-        """Whether all lanes that a warp-level instruction names are here; lanes that must wait become a waiting frame."""
+        """Whether all lanes that a warp-level instruction names are here; those that must wait become a frame."""
         chunk, warps = self.chunk, warps_of(frame)
+        if warps.whole:
+            return True
         read = self.code.member_masks[pc]
         present = warps.masks()
-        number = np.unique(frame.lanes >> 5)
+        number = warps.numbers
         exited = to_mask(chunk.exited.reshape(-1, 32)[number])
         within = (chunk.pitch - 32 < (number * 32) % chunk.pitch) & chunk.padded
         existing = np.where(within, np.uint32((1 << (chunk.threads % 32 or 32)) - 1), np.uint32(0xFFFFFFFF))

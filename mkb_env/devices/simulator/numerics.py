@@ -147,7 +147,9 @@ def _fma_f32(a: Array, b: Array, c: Array) -> Array:
     p = a.astype(np.float64) * b.astype(np.float64)
     s = p + c.astype(np.float64)
     risky = (s.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-    risky |= np.abs(s) < 2.0**-126
+    tiny = np.abs(s) < 2.0**-126
+    if np.count_nonzero(tiny):
+        risky |= tiny & (s != 0)  # a sum is zero only where it is exact
     if np.count_nonzero(risky):
         p, c = np.broadcast_to(p, s.shape), np.broadcast_to(c, s.shape)
         s[risky] = to_odd(*two_sum(p[risky], c[risky].astype(np.float64)))

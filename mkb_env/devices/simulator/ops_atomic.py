@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
@@ -121,16 +121,16 @@ def apply(frame: Frame, access: Access, space: str, addresses: Array, args: list
         at = offsets(frame, access, "shared", addresses) // access.element
         return _serve(frame.chunk.data("shared", access.element, 1), at, args, update)
     frame.chunk.launch.traffic.record(access.instruction.line, frame.lanes, addresses, access.total, True)
-    old = np.zeros(frame.n, f"u{access.element}")
-    for region, positions in locate(frame, access, addresses):
-        inside = addresses if positions is None else addresses[positions]
+    total: Array = np.zeros(frame.n, f"u{access.element}")
+    for region, lanes in locate(frame, access, addresses):
+        inside = addresses if lanes is None else addresses[lanes]
         at = (inside - np.uint64(region.start)).view(np.int64) // access.element
-        selected = args if positions is None else [arg[positions] for arg in args]
+        selected = args if lanes is None else [arg[lanes] for arg in args]
         result = _serve(region.view(access.element, 1), at, selected, update)
-        if positions is None:
+        if lanes is None:
             return result
-        old[positions] = result
-    return old
+        total[lanes] = result
+    return total
 
 
 def _serve(data: Array, at: Array, args: list[Array], update: Update) -> Array:
@@ -145,13 +145,13 @@ def _serve(data: Array, at: Array, args: list[Array], update: Update) -> Array:
         return old
     rank = np.arange(len(at)) - np.repeat(starts, np.diff(np.append(starts, len(at))))
     by_rank = np.argsort(rank, kind="stable")
-    bounds: Any = np.searchsorted(rank[by_rank], np.arange(int(rank.max()) + 2))
-    old = np.empty(len(at), data.dtype)
+    bounds = np.searchsorted(rank[by_rank], np.arange(int(rank.max()) + 2)).tolist()
+    served: Array = np.empty(len(at), data.dtype)
     lanes = order[by_rank]
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         now = lanes[begin:end]
         target = at[now]
         before = data[target]
-        old[now] = before
+        served[now] = before
         data[target] = update(before, [arg[now] for arg in args])
-    return old
+    return served

@@ -17,7 +17,6 @@ from mkb_env.devices.simulator.decode import (
     pair,
     reader,
     unsigned,
-    vector,
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
@@ -280,7 +279,7 @@ def _set(instruction: Instruction) -> Operation:
     target = types[0]
     compare, boolean, kind = _compared(instruction)
     one = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}.get(target, (1 << (8 * TYPE_BYTES[target])) - 1)
-    if kind.endswith("x2") or boolean is not None and len(instruction.operands) < 4:
+    if kind.endswith("x2") or (boolean is not None and len(instruction.operands) < 4):
         raise Unsupported("packed set")
     true, false = (constant(value, f"b{8 * TYPE_BYTES[target]}") for value in (one, 0))
     write = writer(instruction.operands[0], f"b{8 * TYPE_BYTES[target]}")

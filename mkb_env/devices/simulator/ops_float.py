@@ -1,7 +1,7 @@
 """Floating-point instructions (PTX ISA 9.7.3 to 9.7.5), and the opcodes they share with integers.
 
-The arithmetic itself is in :mod:`~mkb_env.devices.simulator.numerics`. Packed types are arrays of shape (lanes, 2); bf16
-travels as float32.
+The arithmetic itself is in :mod:`~mkb_env.devices.simulator.numerics`. Packed types are arrays of shape (lanes, 2);
+bf16 travels as float32.
 """
 
 from __future__ import annotations
@@ -79,22 +79,27 @@ def float_writer(value: Value | None, kind: str) -> Writer:
     return lambda frame, result: write(frame, raw(result, kind))
 
 
-def compute(instruction: Instruction, kind: str, function: Callable[..., Array], aligned: bool = False) -> Operation:
-    """``d = function(a, ...)`` on floats. ``aligned``: the function needs operands of equal shapes."""
+def compute(instruction: Instruction, kind: str, function: Callable[..., Array]) -> Operation:
+    """``d = function(a, ...)`` on floats."""
     write = float_writer(instruction.operands[0], kind)
     reads = [float_reader(operand, kind) for operand in instruction.operands[1:]]
     if len(reads) == 1:
         first = reads[0]
         return lambda frame: write(frame, function(first(frame)))
-    if len(reads) == 2 and not aligned:
+    if len(reads) == 2:
         first, second = reads
         return lambda frame: write(frame, function(first(frame), second(frame)))
 
     def operation(frame: Frame) -> None:
-        operands = [read(frame) for read in reads]
-        if aligned and len({len(operand) for operand in operands}) > 1:
-            operands = list(np.broadcast_arrays(*operands))
-        write(frame, function(*operands))
+        a, b, c = (read(frame) for read in reads)
+        # The functions of three operands need a * b and c of one shape.
+        longest = max(len(a), len(b), len(c))
+        if longest > 1:
+            if len(c) == 1:
+                c = c.repeat(longest, axis=0)
+            elif len(a) == len(b) == 1:
+                a = a.repeat(longest, axis=0)
+        write(frame, function(a, b, c))
 
     return operation
 
@@ -138,7 +143,7 @@ def _arithmetic(instruction: Instruction) -> Operation:
         raise Unsupported("mixed-precision arithmetic")
     options = modifiers(instruction, "rounding", "ftz", "sat", "relu", "bf16")
     function = partial(_ARITHMETIC[instruction.name], **options)
-    return compute(instruction, kind, function, aligned=instruction.name in ("fma", "mad"))
+    return compute(instruction, kind, function)
 
 
 @opcode("div")
@@ -148,7 +153,7 @@ def _div(instruction: Instruction) -> Operation:
         return ops_integer.divide(instruction)
     options = modifiers(instruction, "rounding", "ftz")
     approximate, full = "approx" in instruction.parts, "full" in instruction.parts
-    return compute(instruction, kind, partial(numerics.div, approx=approximate, full=full, **options), aligned=True)
+    return compute(instruction, kind, partial(numerics.div, approx=approximate, full=full, **options))
 
 
 @opcode("rcp", "sqrt")
@@ -185,19 +190,20 @@ def _extreme(instruction: Instruction) -> Operation:
         return ops_integer.minimum_maximum(instruction)
     function = numerics.minimum if instruction.name == "min" else numerics.maximum
     parts = instruction.parts
-    options = {
+    options: dict[str, Any] = {
         "nan": "NaN" in parts,
         "xorsign_abs": "xorsign" in parts,
         "magnitude": "abs" in parts and "xorsign" not in parts,
         "ftz": "ftz" in parts,
     }
-    return compute(instruction, kind, partial(function, **options), aligned=True)
+    return compute(instruction, kind, partial(function, **options))
 
 
 def _sign_bits(kind: str) -> tuple[Any, int]:
     """Raw NumPy type of a kind and the mask of its sign bits."""
     masks = {
-        "f16": (np.uint16, 0x8000), "bf16": (np.uint16, 0x8000), "f32": (np.uint32, 0x80000000), "f64": (np.uint64, 1 << 63),
+        "f16": (np.uint16, 0x8000), "bf16": (np.uint16, 0x8000), "f32": (np.uint32, 0x80000000),
+        "f64": (np.uint64, 1 << 63),
         "f16x2": (np.uint32, 0x80008000), "bf16x2": (np.uint32, 0x80008000), "f32x2": (np.uint64, 0x8000000080000000),
     }  # fmt: skip
     return masks[kind]

@@ -289,7 +289,7 @@ def _copied_bytes(instruction: Instruction, size: int) -> Reader | None:
     extra = instruction.operands[3]
     if isinstance(extra, Register) and extra.nbytes == 8:
         return None  # a cache policy
-    if isinstance(extra, Not) or isinstance(extra, Register) and extra.predicate:
+    if isinstance(extra, Not) or (isinstance(extra, Register) and extra.predicate):
         ignore = reader(extra, "pred")
         return lambda frame: np.where(ignore(frame), np.uint32(0), np.uint32(size))
     return reader(extra, "u32")

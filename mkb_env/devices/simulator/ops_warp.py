@@ -1,4 +1,4 @@
-"""Warp-level communication (PTX ISA 9.7.9.6 ``shfl``, 9.7.13 ``vote``, ``match``, ``redux``, ``elect``, ``activemask``).
+"""Warp-level communication (PTX ISA 9.7.9.6, 9.7.13): ``shfl vote match redux elect activemask``.
 
 The machine has already seen to it that the lanes a member mask names are here.
 """
@@ -52,6 +52,7 @@ def _shfl(instruction: Instruction) -> Operation:
 def shuffle_source(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Array]:
     """(lane to read, whether it is inside the segment) for each lane; outside lanes read themselves."""
     clamp, segment = c & 31, (c >> 8) & 31
+    inside: Array
     highest = (lane & segment) | (clamp & ~segment)
     lowest = lane & segment
     if mode == "up":
@@ -88,8 +89,8 @@ def _vote(instruction: Instruction) -> Operation:
         if mode == "ballot":
             write(frame, warps.gather(to_mask(flags)[:, None]))
             return
-        every, some = (flags | ~members).all(axis=1), flags.any(axis=1)
-        result = {"all": every, "any": some, "uni": every | ~some}[mode]
+        every, some = np.all(flags | ~members, axis=1), np.any(flags, axis=1)
+        result: Array = {"all": every, "any": some, "uni": every | ~some}[mode]
         write(frame, warps.gather(result[:, None]))
 
     return operation

@@ -1,8 +1,8 @@
 """Reads PTX text into plain records. Grammar: PTX ISA 9.x, chapters 4 (syntax), 5 (state spaces) and 7 (functions).
 
 Only the shape of the text is read here: which instructions exist is decided when one is executed. Debug directives
-(``.loc``, ``.file``, ``.section``) are skipped. Function bodies are split into statements on first use, because a module
-may hold far more code than a launch reaches.
+(``.loc``, ``.file``, ``.section``) are skipped. Function bodies are split into statements on first use, because a
+module may hold far more code than a launch reaches.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from mkb_env.devices.simulator.parser import (
     Imm,
     Module,
     Name,
-    Negated,
     Operand,
     Pair,
     Statement,
@@ -39,10 +38,11 @@ SPECIAL = re.compile(
 )
 TERMINATORS = frozenset({"bra", "brx", "ret", "exit", "trap", "bar", "barrier"})
 WARP_SYNC = frozenset({"shfl", "vote", "match", "redux", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix", "wgmma"})
-NO_RESULT = frozenset(
-    "st red bra brx ret exit trap brkpt call membar fence prefetch prefetchu cp stmatrix nanosleep setmaxnreg "
-    "griddepcontrol applypriority discard pmevent stackrestore".split()
-)
+NO_RESULT = frozenset({
+    "st", "red", "bra", "brx", "ret", "exit", "trap", "brkpt", "call", "membar", "fence", "prefetch", "prefetchu", "cp",
+    "stmatrix", "nanosleep", "setmaxnreg", "griddepcontrol", "applypriority", "discard", "pmevent", "stackrestore",
+})  # fmt: skip
+"""Opcodes whose first operand is not a destination."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     block_of: dict[int, int] = field(default_factory=dict)
+    labels: set[int] = field(default_factory=set)
+    """Instruction numbers that something may branch to."""
     registers: int = 1
     """How many registers there are; number 0 is the carry flag."""
     static_shared: int = 0
@@ -210,11 +212,11 @@ class _Builder:
             if missing:
                 raise program.fail(instruction.line, f"branch to the unknown label {missing[0].split('@')[0]}")
             instruction.targets = tuple(self.targets[label] for label in labels)
-        _make_blocks(program, set(self.targets.values()))
+        self.program.labels = set(self.targets.values())
         return program
 
     def _scan_shared(self) -> None:
-        """Place the shared variables that the code names: static ones in order, then all dynamic ones at one address."""
+        """Place the shared variables that the code names: static ones in order, then all dynamic ones."""
         self.at_shared = SHARED_BASE
         names = set(re.findall(r"[A-Za-z_$%][\w$]*", self.function.body or ""))
         for function in self.module.functions.values():
@@ -435,104 +437,3 @@ def _register(index: int, variable: Variable) -> Register:
 
 def _align(value: int, align: int) -> int:
     return -(-value // align) * align
-
-
-def defines_and_uses(instruction: Instruction) -> tuple[list[int], list[int]]:
-    """Registers written and read. A guarded instruction also reads what it writes."""
-    name = instruction.name
-    operands = list(instruction.operands)
-    written: list[int] = []
-    has_result = name not in NO_RESULT and not (name in ("bar", "barrier") and "red" not in instruction.parts)
-    if has_result and operands and not isinstance(operands[0], Memory | Imm | Symbol):
-        written = _registers(operands[0])
-        if name != "wgmma":
-            operands = operands[1:]
-    read = [index for operand in operands for index in _registers(operand)]
-    if instruction.guard is not None:
-        read += [instruction.guard.index, *written]
-    if "cc" in instruction.parts:
-        written.append(0)
-    if name in ("addc", "subc", "madc"):
-        read.append(0)
-    return written, read
-
-
-def _registers(value: Value | None) -> list[int]:
-    if isinstance(value, Register):
-        return [value.index]
-    if isinstance(value, Not):
-        return [value.register.index]
-    if isinstance(value, Many):
-        return [index for item in value.items for index in _registers(item)]
-    if isinstance(value, Memory):
-        return [*_registers(value.base), *(index for item in value.extra for index in _registers(item))]
-    return []
-
-
-def _make_blocks(program: Program, labels: set[int]) -> None:
-    instructions = program.instructions
-    leaders = {0} | {label for label in labels if label < len(instructions)}
-    for number, instruction in enumerate(instructions):
-        if instruction.name in TERMINATORS:
-            leaders.add(number + 1)
-        if instruction.name in ("bar", "barrier") or instruction.name in WARP_SYNC:
-            leaders.add(number)  # lanes that took different ways meet here
-    starts = sorted(leader for leader in leaders if leader < len(instructions))
-    program.block_of = {start: number for number, start in enumerate(starts)}
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(instructions)
-        last = instructions[end - 1]
-        following = [number + 1] if number + 1 < len(starts) else []
-        if last.name in ("bra", "brx"):
-            targets = [program.block_of[target] for target in last.targets if target < len(instructions)]
-            unconditional = last.guard is None
-            following = targets if unconditional else targets + following
-        elif last.name in ("ret", "exit", "trap") and last.guard is None:
-            following = []
-        program.blocks.append(Block(start, end, tuple(dict.fromkeys(following))))
-    _liveness(program)
-
-
-def _liveness(program: Program) -> None:
-    """Backward data flow over the blocks, register sets as bit masks (Aho et al., Compilers, 9.2.5)."""
-    for block in program.blocks:
-        uses = defines = 0
-        for instruction in program.instructions[block.begin : block.end]:
-            written, read = defines_and_uses(instruction)
-            for index in read:
-                uses |= (1 << index) & ~defines
-            for index in written:
-                defines |= 1 << index
-        block.uses, block.defines = uses, defines
-    predecessors: list[list[int]] = [[] for _ in program.blocks]
-    for number, block in enumerate(program.blocks):
-        for successor in block.successors:
-            predecessors[successor].append(number)
-    pending = list(range(len(program.blocks)))
-    queued = set(pending)
-    while pending:
-        number = pending.pop()
-        queued.discard(number)
-        block = program.blocks[number]
-        block.live_out = 0
-        for successor in block.successors:
-            block.live_out |= program.blocks[successor].live_in
-        live_in = block.uses | (block.live_out & ~block.defines)
-        if live_in != block.live_in:
-            block.live_in = live_in
-            for predecessor in predecessors[number]:
-                if predecessor not in queued:
-                    queued.add(predecessor)
-                    pending.append(predecessor)
-    for block in program.blocks:
-        block.use_list = tuple(_bits(block.uses))
-        block.dead_list = tuple(_bits((block.live_in | block.defines) & ~block.live_out))
-
-
-def _bits(mask: int) -> list[int]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found

@@ -24,7 +24,10 @@ class Warps:
             self.active = np.ones((self.count, 32), bool)
             return
         number = frame.lanes >> 5
-        self.rows = np.concatenate(([0], np.cumsum(number[1:] != number[:-1])))
+        changes = number[1:] != number[:-1]
+        self.rows = np.concatenate(([0], np.cumsum(changes)))
+        self.numbers = number[np.concatenate(([True], changes))]
+        """Which warp of the chunk each row is."""
         self.columns = frame.lanes & 31
         self.count = int(self.rows[-1]) + 1
         self.active = np.zeros((self.count, 32), bool)
@@ -32,8 +35,8 @@ class Warps:
 
     def spread(self, value: Array) -> Array:
         """One element per lane to (warps, 32); absent lanes are 0."""
-        if len(value) == 1 and self.n != 1:
-            value = np.broadcast_to(value, (self.n,))
+        if len(value) != self.n:
+            value = value.repeat(self.n)
         if self.whole:
             return value.reshape(-1, 32)
         result = np.zeros((self.count, 32), value.dtype)
@@ -43,7 +46,7 @@ class Warps:
     def gather(self, value: Array) -> Array:
         """(warps, 32), or one value per warp as (warps, 1), to one element per lane."""
         if value.shape[1] == 1:
-            value = np.broadcast_to(value, (self.count, 32))
+            value = value.repeat(32, axis=1)
         if self.whole:
             return np.ascontiguousarray(value).reshape(-1)
         result: Array = value[self.rows, self.columns]
