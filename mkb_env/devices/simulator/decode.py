@@ -64,10 +64,10 @@ def decode(instruction: Instruction, kernel: str) -> Operation:
     decoder = REGISTRY.get(instruction.name)
     try:
         if decoder is None:
-            raise Unsupported(f"the simulator does not know {instruction.opcode}")
+            raise Unsupported("this opcode")
         operation = decoder(instruction)
     except (Unsupported, KeyError, IndexError, ValueError, AttributeError, TypeError, AssertionError) as error:
-        reason = str(error) if isinstance(error, Unsupported) else f"this form is not simulated ({error!r})"
+        reason = f"not simulated: {error if isinstance(error, Unsupported) else repr(error)}"
         return _raising(instruction, kernel, reason)
     if instruction.guard is not None:
         operation = _guarded(operation, instruction)
@@ -162,7 +162,7 @@ def reader(value: Value | None, kind: str) -> Reader:
         return lambda frame: literal
     if isinstance(value, Symbol):
         if value.space == "function":
-            raise Unsupported(f"the address of function {value.name} is not simulated")
+            raise Unsupported(f"the address of function {value.name}")
         address = constant(value.value, kind)
         return lambda frame: address
     if isinstance(value, Special):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,16 @@ from mkb_env.devices.simulator.blocks import make_blocks
 from mkb_env.devices.simulator.chunk import LaunchContext
 from mkb_env.devices.simulator.machine import Code, run_launch
 from mkb_env.devices.simulator.memory import MODULE_BASE, GlobalMemory, Region
-from mkb_env.devices.simulator.parser import TYPE_BYTES, Module, PtxError, Variable, parse_module
+from mkb_env.devices.simulator.parser import (
+    TYPE_BYTES,
+    Imm,
+    Module,
+    Name,
+    PtxError,
+    Variable,
+    parse_module,
+    parse_operands,
+)
 from mkb_env.devices.simulator.program import build
 from mkb_env.plan import Copy, Fill, Launch, LaunchPlan, TensorView, Upload
 
@@ -105,10 +115,8 @@ class ImageCode:
 
 def _initialise(data: NDArray[np.uint8], variable: Variable, image: ImageCode) -> None:
     """Fill a variable from its initialiser. Raises DeviceFault for forms that are not simulated."""
-    from mkb_env.devices.simulator.parser import Imm, Name, parse_operands
-
     size = TYPE_BYTES[variable.type]
-    flat = variable.initial.replace("{", " ").replace("}", " ")
+    flat = re.sub(r"[{}]|\bgeneric\b\s*|[()]", " ", variable.initial)
     for number, operand in enumerate(parse_operands(flat.strip().rstrip(","))):
         value = 0
         if isinstance(operand, Imm):

@@ -18,7 +18,7 @@ from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator import barriers
 from mkb_env.devices.simulator.blocks import bits
 from mkb_env.devices.simulator.chunk import Chunk, LaunchContext, now
-from mkb_env.devices.simulator.decode import Operation, decode, reader
+from mkb_env.devices.simulator.decode import Operation, Unsupported, decode, reader
 from mkb_env.devices.simulator.frame import Frame, merge
 from mkb_env.devices.simulator.program import WARP_SYNC, Block, Instruction, Program
 from mkb_env.devices.simulator.warps import to_mask, warps_of
@@ -255,8 +255,13 @@ class Runner:
             for index in block.use_list:
                 if registers[index] is None:
                     frame.read(index)
-            for operation in body:
-                operation(frame)
+            try:
+                for number, operation in enumerate(body):  # noqa: B007
+                    operation(frame)
+            except DeviceFault:
+                raise
+            except Exception as error:
+                raise self._failure(block.begin + number, error) from error
             if frame.parent is not None:
                 frame.written.update(defines[pc])
             counts[pc] += frame.warps
@@ -276,6 +281,14 @@ class Runner:
         self.clock += 1
         if self.clock & 63 == 0:
             self._check_budget(start)
+
+    def _failure(self, number: int, error: Exception) -> DeviceFault:
+        """What an exception of an operation means: a form that is not simulated, or a fault of the simulator."""
+        instruction, name = self.program.instructions[number], self.program.name
+        where = f"at PTX line {instruction.line} of {name}: {instruction.text}"
+        if isinstance(error, Unsupported):
+            return DeviceFault("unsupported", f"{instruction.opcode}: not simulated: {error}\n  {where}", name)
+        return DeviceFault("infra_error", f"the simulator failed with {error!r}\n  {where}", name)
 
     def _check_budget(self, frame: Frame) -> None:
         launch = self.chunk.launch

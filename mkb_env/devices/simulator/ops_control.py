@@ -64,4 +64,4 @@ def _call(instruction: Instruction) -> Operation:
         return failed
     if why == "deep":
         raise Unsupported(f"recursion, or calls nested too deeply, at {name}")
-    raise Unsupported(f"call of {name}: indirect and predicated calls and functions without a body are not simulated")
+    raise Unsupported(f"call of {name}, which is indirect, predicated, or has no body")

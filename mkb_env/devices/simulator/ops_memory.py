@@ -32,8 +32,8 @@ from mkb_env.devices.simulator.memory import (
     put,
     take,
 )
-from mkb_env.devices.simulator.parser import TYPE_BYTES
-from mkb_env.devices.simulator.program import Instruction, Value
+from mkb_env.devices.simulator.parser import TYPE_BYTES, Imm
+from mkb_env.devices.simulator.program import Instruction, Not, Register, Value
 
 SPACES = ("global", "shared", "local", "param", "const")
 
@@ -244,8 +244,6 @@ def _cp(instruction: Instruction) -> Operation:
         raise Unsupported("bulk copies")
     if parts[2] in ("commit_group", "wait_group", "wait_all"):
         return lambda frame: None
-    from mkb_env.devices.simulator.parser import Imm
-
     target, _ = address(instruction.operands[0])
     source, _ = address(instruction.operands[1])
     size = instruction.operands[2]
@@ -282,8 +280,6 @@ def _low_bytes(count: Array, element: int) -> Array:
 
 def _copied_bytes(instruction: Instruction, size: int) -> Reader | None:
     """How many bytes each lane reads (the rest is zero), or None if always all."""
-    from mkb_env.devices.simulator.program import Not, Register
-
     if len(instruction.operands) < 4:
         return None
     extra = instruction.operands[3]
