@@ -34,7 +34,7 @@ ARMS = (
 )
 """Source DSL, target DSL, problem."""
 
-MIN_WIDTH = 130
+MIN_WIDTH = 140
 """Columns that the summary needs."""
 
 SKILL = """\
