@@ -17,6 +17,7 @@ MAX_SOURCE_BYTES = 300_000
 CANARY = "mkb-baseline-" + "canary"  # joined here, so that this file does not trip over it
 MAX_LINE = 200
 """Characters of an evidence line that are kept."""
+PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,11 @@ def _parse(source: str) -> ast.Module | Failure:
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
         text = line_of(source, line)
+        what = f"{type(error).__name__} ({PYTHON})"
         caret = f"\n    {text[:MAX_LINE]}\n    {' ' * (column - 1)}^" if 0 < column <= MAX_LINE else ""
         return Failure(
             kind="rejected",
-            message=f"[{PARSES.id}] {PARSES.sentence} {type(error).__name__}: {error.msg}, line {line}{caret}",
+            message=f"[{PARSES.id}] {PARSES.sentence} {what}: {error.msg}, line {line}{caret}",
             error_class=type(error).__name__,
             location=SourceLocation(line=line, column=column, text=text[:MAX_LINE]),
         )
@@ -217,7 +219,7 @@ def _files(source: Source) -> Iterator[Finding]:
 
 SIZE = Rule("size", f"A source has at most {MAX_SOURCE_BYTES:,} bytes of UTF-8.", _no_nodes)
 TEXT = Rule("text", "A source is text: no NUL, no half of a surrogate pair.", _no_nodes)
-PARSES = Rule("syntax", f"A source must parse as Python {sys.version_info.major}.{sys.version_info.minor}.", _no_nodes)
+PARSES = Rule("syntax", "A source must parse as Python.", _no_nodes)
 OWN = Rule("own", "A submission must be the agent's own, not a kernel of this project.", _no_nodes)
 RULES: tuple[Rule, ...] = (
     SIZE,

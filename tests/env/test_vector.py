@@ -11,6 +11,9 @@ import pytest
 import mkb_env  # noqa: F401
 from mkb_env.env import Kind
 
+# Later Pythons warn when a process with threads forks; the threads are the test runner's, and forking is the default.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
 NAME = "MKB/mlp-norm-cute-v0"
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("sync", {}),
