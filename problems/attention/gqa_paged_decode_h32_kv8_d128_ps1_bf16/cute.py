@@ -216,7 +216,12 @@ def launch(
     """One block per work item, then one per request and head."""
     split_kernel(
         q, k_cache, v_cache, kv_indptr, kv_indices, output, lse, partial_output, partial_lse, sm_scale * LOG2_E, chunk
-    ).launch(grid=[cute.size(partial_lse, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream)
+    ).launch(
+        grid=[cute.size(partial_lse, mode=[0]), 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=2,  # 128 registers: 16 warps to hide the latency of scattered rows
+        stream=stream,
+    )
     if cute.size(kv_indices) > chunk:
         merge_kernel(kv_indptr, partial_output, partial_lse, output, lse, chunk).launch(
             grid=[HEADS, cute.size(q, mode=[0]), 1], block=[HEAD_DIM, 1, 1], stream=stream
