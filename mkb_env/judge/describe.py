@@ -27,6 +27,11 @@ class Description(msgspec.Struct, frozen=True):
 class _NoDraws(TorchDispatchMode):
     """Turns random operators into allocations."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps the mode for torch.compile and imports 800 modules (2 s) on first use.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[-1]

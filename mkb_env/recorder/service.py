@@ -20,7 +20,6 @@ def preload(argument: str) -> None:
     """Import torch and both DSLs without touching a CUDA driver."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
-    import torch._dynamo  # torch imports it on the first use of a dispatch mode: a second and a half
 
     from mkb_env import dsl
     from mkb_env.recorder import record, standins  # noqa: F401
