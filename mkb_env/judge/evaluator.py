@@ -83,6 +83,14 @@ def confine(memory_bytes: int) -> tuple[str, ...]:
     return ("time", "memory")
 
 
+def clean(pid: int) -> None:
+    """A job leaves nothing behind."""
+
+
+def close() -> None:
+    """Nor does the server."""
+
+
 def handle(payload: bytes, progress: Callable[[str], None]) -> bytes:
     """Do one job on the simulator."""
     return do(payload, None, progress)

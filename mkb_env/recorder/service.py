@@ -13,11 +13,14 @@ import msgspec
 
 from mkb_env.recorder.protocol import Recording, RecordRequest
 
+_root: Path
 _scratch: Path
 
 
 def preload(argument: str) -> None:
     """Import torch and both DSLs without touching a CUDA driver."""
+    global _root
+    _root = Path(tempfile.mkdtemp(prefix="mkb-record-"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
@@ -37,11 +40,26 @@ def confine(memory_bytes: int) -> tuple[str, ...]:
     from mkb_env.recorder import sandbox
 
     global _scratch
-    _scratch = Path(tempfile.mkdtemp(prefix="mkb-record-"))
+    _scratch = _scratch_of(os.getpid())
+    _scratch.mkdir(mode=0o700)
     os.chdir(_scratch)
     os.environ.update(HOME=str(_scratch), TMPDIR=str(_scratch))
     tempfile.tempdir = str(_scratch)
     return sandbox.confine(memory_bytes, _scratch)
+
+
+def close() -> None:
+    """In the parent, at its end."""
+    shutil.rmtree(_root, ignore_errors=True)
+
+
+def clean(pid: int) -> None:
+    """In the parent, once a job is over: remove its scratch folder, which it may not do itself."""
+    shutil.rmtree(_scratch_of(pid), ignore_errors=True)
+
+
+def _scratch_of(pid: int) -> Path:
+    return _root / f"job-{pid}"
 
 
 def handle(payload: bytes, progress: Callable[[str], None]) -> bytes:
@@ -52,6 +70,5 @@ def handle(payload: bytes, progress: Callable[[str], None]) -> bytes:
     start = time.perf_counter()
     request = msgspec.msgpack.decode(payload, type=RecordRequest)
     recording: Recording = record(request, dsl.get(request.dsl), _scratch, progress)
-    shutil.rmtree(_scratch, ignore_errors=True)
     recording = msgspec.structs.replace(recording, seconds={**recording.seconds, "record": time.perf_counter() - start})
     return msgspec.msgpack.encode(recording)

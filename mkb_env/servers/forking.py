@@ -5,6 +5,8 @@ The service is a module with::
     def preload(argument: str) -> None          # import what jobs need; runs once, in the parent
     def confine(memory_bytes: int) -> tuple[str, ...]   # in the child, before the payload is read; what is in force
     def handle(payload: bytes, progress) -> bytes        # the job, in the child
+    def clean(pid: int) -> None                # in the parent, after the end of the child whose confine ran as pid
+    def close() -> None                        # in the parent, at its end
 
 The parent stays single-threaded and never reads a payload, so a child inherits nothing of another job.
 """
@@ -133,6 +135,7 @@ class ForkingServer:
             self.selector.unregister(job.control)
         del self.jobs[pid]
         job.finish()
+        self.service.clean(pid)
 
     def _accept(self) -> None:
         control, _ = self.listener.accept()
@@ -206,7 +209,10 @@ def main() -> None:
     try:
         service = importlib.import_module(name)
         service.preload(argument)
-        ForkingServer(service, listener, workers=max(2, os.cpu_count() or 1)).serve()
+        try:
+            ForkingServer(service, listener, workers=max(2, os.cpu_count() or 1)).serve()
+        finally:
+            service.close()
     finally:
         Path(path).unlink(missing_ok=True)
 

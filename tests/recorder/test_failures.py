@@ -1,7 +1,10 @@
 """What an agent reads when there is no plan: stage, words, and the line in its own source."""
 
+import time
+from pathlib import Path
+
 import pytest
-from sources import CUTE, TIRX, failure_of, plan_of, with_solve
+from sources import CUTE, TIRX, failure_of, plan_of, record, with_solve
 
 GOOD = with_solve("cute", "    y = torch.empty_like(x)\n    launch(x, y)\n    return y")
 
@@ -178,3 +181,18 @@ def test_a_compiled_function_called_wrongly_is_a_host_error(dsl: str, old: str, 
 
 def _line(source: str, text: str) -> str:
     return next(line for line in source.splitlines() if text in line)
+
+
+def test_scratch_folders_do_not_stay() -> None:
+    """A submission that fills its scratch folder leaves nothing, however it ends."""
+    body = """
+    import os
+    open("left", "w").write("x")
+    os.makedirs("deep/er")
+    print(os.getcwd())
+"""
+    folder = Path(record(with_solve("cute", body), "cute").log.strip())
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert folder.parent.name.startswith("mkb-record-") and not folder.exists()
