@@ -123,3 +123,28 @@ def test_stmatrix_and_movmatrix() -> None:
     run_cuda(source, out)
     first = torch.tensor([[4 * r + c // 2 + 100 * (c % 2) for c in range(8)] for r in range(8)], dtype=torch.int16)
     assert torch.equal(out[0], first) and torch.equal(out[1], first.T)
+
+
+def test_lanes_that_come_late_meet_those_that_wait() -> None:
+    """The lanes that skip the loop wait at the shuffle; the others come from a lower program counter, one by one."""
+    source = """extern "C" __global__ void k(int* o, const int* x) { int t = threadIdx.x, v = x[t];
+        if (v & 1) { for (int i = 0; i < v; i++) { v = v * 3 + i; if (v > 5000) break; } }
+        else if (v & 2) { while (v < 900) v += v / 2 + 1; }
+        v += __shfl_xor_sync(-1, v, 5); o[t] = v; }"""
+    x = RNG.integers(0, 64, 192).astype(np.int32)
+    out = ints(192)
+    run_cuda(source, out, torch.from_numpy(x), block=192)
+    values = []
+    for v in x.tolist():
+        if v & 1:
+            i = 0
+            while i < v:
+                v = v * 3 + i
+                i += 1
+                if v > 5000:
+                    break
+        elif v & 2:
+            while v < 900:
+                v += v // 2 + 1
+        values.append(v)
+    assert out.tolist() == [v + values[t ^ 5] for t, v in enumerate(values)]

@@ -238,11 +238,12 @@ class Runner:
         code, launch, blocks = self.code, self.chunk.launch, self.program.blocks
         operations, terminators, defines = code.operations, code.terminators, code.defines
         counts = launch.block_warps
+        meeting = {other.pc for other in self.ready if other.wait is not None}
         frame: Frame | None = start
         executed = 0
         while frame is not None:
             pc = frame.pc
-            if pc >= limit or executed >= turn:
+            if pc >= limit or pc in meeting or executed >= turn:
                 frame.stamp = self.clock
                 self.ready.append(frame)
                 break
