@@ -28,14 +28,14 @@ install_cpu_torch() {
   torch=$("$PYTHON" -c 'import tomllib
 for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
     if line.startswith("torch>"): print(line)')
-  version=$("$PYTHON" -m pip install --quiet --dry-run --no-deps --report - "$torch" |
+  version=$("$PYTHON" -m pip install -qq --dry-run --no-deps --report - "$torch" |
     "$PYTHON" -c 'import json, sys; print(*(i["metadata"]["version"] for i in json.load(sys.stdin)["install"]))')
   case $version in
     "") ;; # installed already
-    *+cpu) "$PYTHON" -m pip install --quiet "$torch" ;;
+    *+cpu) "$PYTHON" -m pip install -qq "$torch" ;;
     *)
-      "$PYTHON" -m pip install --quiet uv
-      "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --torch-backend=cpu "$torch"
+      "$PYTHON" -m pip install -qq uv
+      "$PYTHON" -m uv pip install -qq --python "$PYTHON" --torch-backend=cpu "$torch"
       ;;
   esac
 }
@@ -60,8 +60,8 @@ prepare_python() {
   command -v "${CC:-cc}" >/dev/null || die "a C compiler is needed (cc, or what CC names)"
   say "Installing into $VENV (once; some minutes) ..."
   [ -x "$PYTHON" ] || "$base" -m venv "$VENV"
-  "$PYTHON" -m pip install --quiet --upgrade pip # older ones download a wheel to answer a dry run
+  "$PYTHON" -m pip install -qq --upgrade pip # older ones download a wheel to answer a dry run
   has_gpu || install_cpu_torch
-  "$PYTHON" -m pip install --quiet -e ".${extra:+[$extra]}"
-  printf '%s\n' "$wanted" >"$stamp"
+  "$PYTHON" -m pip install -qq -e ".${extra:+[$extra]}"
+  printf '%s\n' "$wanted" | tee "$stamp" >"$VENV/made-for" # with an extra, it serves without as well
 }
