@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
-from simulated import run_cuda
+from simulated import run_cuda, run_ptx
+
+from mkb_env.devices.simulator import machine
 
 RNG = np.random.default_rng(20261201)
 LANES = np.arange(32)
@@ -125,26 +128,30 @@ def test_stmatrix_and_movmatrix() -> None:
     assert torch.equal(out[0], first) and torch.equal(out[1], first.T)
 
 
-def test_lanes_that_come_late_meet_those_that_wait() -> None:
-    """The lanes that skip the loop wait at the shuffle; the others come from a lower program counter, one by one."""
-    source = """extern "C" __global__ void k(int* o, const int* x) { int t = threadIdx.x, v = x[t];
-        if (v & 1) { for (int i = 0; i < v; i++) { v = v * 3 + i; if (v > 5000) break; } }
-        else if (v & 2) { while (v < 900) v += v / 2 + 1; }
-        v += __shfl_xor_sync(-1, v, 5); o[t] = v; }"""
-    x = RNG.integers(0, 64, 192).astype(np.int32)
-    out = ints(192)
-    run_cuda(source, out, torch.from_numpy(x), block=192)
-    values = []
+def test_lanes_that_come_late_meet_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that have left the loop get a turn out of fairness, and wait at the shuffle for the others."""
+    monkeypatch.setattr(machine, "FAIRNESS", 1)
+    ptx = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 o, .param .u64 x) {
+  .reg .b64 %at, %base; .reg .b32 %t, %v, %c, %w; .reg .pred %p;
+  mov.u32 %t, %tid.x; mov.u32 %c, 0;
+  ld.param.u64 %base, [x]; mad.wide.u32 %at, %t, 4, %base; ld.global.b32 %v, [%at];
+LOOP: setp.eq.u32 %p, %v, 1; @%p bra END;
+  add.u32 %c, %c, 1; and.b32 %w, %v, 1; setp.eq.u32 %p, %w, 1; @%p bra ODD;
+  shr.u32 %v, %v, 1; bra LOOP;
+ODD: mad.lo.u32 %v, %v, 3, 1; bra LOOP;
+END: shfl.sync.bfly.b32 %w, %c, 5, 31, -1;
+  ld.param.u64 %base, [o]; mad.wide.u32 %at, %t, 4, %base; st.global.b32 [%at], %w;
+}"""
+    x = RNG.integers(1, 1 << 16, 32).astype(np.int32)
+    out = ints(32)
+    run_ptx(ptx, out, torch.from_numpy(x), block=32)
+    steps = []
     for v in x.tolist():
-        if v & 1:
-            i = 0
-            while i < v:
-                v = v * 3 + i
-                i += 1
-                if v > 5000:
-                    break
-        elif v & 2:
-            while v < 900:
-                v += v // 2 + 1
-        values.append(v)
-    assert out.tolist() == [v + values[t ^ 5] for t, v in enumerate(values)]
+        steps.append(0)
+        while v != 1:
+            v = v * 3 + 1 if v & 1 else v >> 1
+            steps[-1] += 1
+    assert out.tolist() == [steps[t ^ 5] for t in range(32)]
