@@ -55,7 +55,9 @@ class RecorderClient:
 
 def how_it_ended(outcome: Outcome, request: RecordRequest) -> Failure:
     """A failure for a recording that ended without an answer."""
-    ended, stage = outcome.ended, outcome.stage or "start"
+    if not outcome.stage:  # the submission's code runs only after the first stage is reported
+        return Failure("infra_error", f"the recorder failed before the submission ran: {outcome.ended}")
+    ended, stage = outcome.ended, outcome.stage
     doing = {"import": "importing the source", "solve": "running solve (compiling and host code)"}.get(stage, stage)
     if ended.timed_out:
         seconds = f"{request.limits.seconds:g} s"

@@ -29,6 +29,8 @@ def preload(argument: str) -> None:
 
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    # torch imports what the first operator on a meta tensor needs only then: a second in every child
+    torch.empty_like(torch.empty(1, device="meta"))
     for name in dsl.NAMES:
         dsl.get(name).preload()
     standins.install_torch_cuda()
