@@ -220,3 +220,65 @@ def test_labels_of_inlined_assembly_belong_to_their_braces() -> None:
     out = ints(1)
     run_ptx(ptx, out)
     assert out.tolist() == [512]
+
+
+def test_a_spinning_lane_at_the_lowest_program_counter_does_not_starve_the_others() -> None:
+    ptx = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 o) {
+  .reg .b64 %base; .reg .b32 %t, %v; .reg .pred %p;
+  mov.u32 %t, %tid.x; ld.param.u64 %base, [o];
+  setp.ge.u32 %p, %t, 32; @%p bra LATER;
+WAIT: ld.volatile.global.u32 %v, [%base+4]; setp.eq.u32 %p, %v, 0; @%p bra WAIT;
+  st.global.b32 [%base], 5; exit;
+LATER: st.global.b32 [%base+4], 7;
+}"""
+    out = ints(2)
+    run_ptx(ptx, out, block=64)
+    assert out.tolist() == [5, 7]
+
+
+def test_mbarriers_hand_data_through_a_ring() -> None:
+    """One producer warp, two consumer warps, two slots: full and empty barriers with parities, as in a TMA pipeline."""
+    source = """__device__ void wait(unsigned b, unsigned parity) {
+            asm volatile("{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra D;"
+                "bra L; D: }"
+                :: "r"(b), "r"(parity) : "memory"); }
+        __device__ void arrive(unsigned b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(b) : "memory"); }
+        extern "C" __global__ void k(int* o) { __shared__ long long bar[4]; __shared__ int data[2][32];
+            int t = threadIdx.x; unsigned full = (unsigned)__cvta_generic_to_shared(bar), empty = full + 16, l = t % 32;
+            if (t < 2) { asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"(full + 8 * t) : "memory");
+                asm volatile("mbarrier.init.shared.b64 [%0], 64;" :: "r"(empty + 8 * t) : "memory"); }
+            __syncthreads();
+            if (t < 32) for (int i = 0; i < 7; i++) { int s = i % 2; wait(empty + 8 * s, (i / 2 + 1) % 2);
+                data[s][l] = i * 100 + l + blockIdx.x; arrive(full + 8 * s); }
+            else { int sum = 0; for (int i = 0; i < 7; i++) { int s = i % 2; wait(full + 8 * s, i / 2 % 2);
+                sum += data[s][31 - l] * (t < 64 ? 1 : 2); arrive(empty + 8 * s); }
+                o[blockIdx.x * 64 + t - 32] = sum; } }"""
+    out = ints(3, 64)
+    run_cuda(source, out, grid=3, block=96)
+    want = [[(2100 + 7 * (31 - t % 32 + b)) * (1 + t // 32) for t in range(64)] for b in range(3)]
+    assert out.tolist() == want
+
+
+def test_transaction_bytes_hold_an_mbarrier() -> None:
+    source = """extern "C" __global__ void k(int* o) { __shared__ long long bar; int t = threadIdx.x; unsigned p[4];
+        unsigned b = (unsigned)__cvta_generic_to_shared(&bar);
+        if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(b) : "memory");
+        __syncthreads(); long long state;
+        #define TEST(x) asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], 0;" \
+                "selp.u32 %0, 1, 0, p; }" \
+            : "=r"(x) : "r"(b) : "memory")
+        TEST(p[0]);
+        if (t == 0) asm volatile("mbarrier.arrive.expect_tx.shared.b64 %0, [%1], 4096;"
+            : "=l"(state) : "r"(b) : "memory");
+        __syncthreads(); TEST(p[1]); __syncthreads();
+        asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 64;" :: "r"(b) : "memory");
+        __syncthreads(); TEST(p[2]);
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(p[3]) : "r"(b), "l"(state) : "memory");
+        o[t] = p[0] + 10 * p[1] + 100 * p[2] + 1000 * (t ? 1 : p[3]); }"""
+    out = ints(64)
+    run_cuda(source, out, block=64)
+    assert out.tolist() == [1100] * 64

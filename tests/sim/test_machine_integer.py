@@ -276,3 +276,40 @@ def test_carry_chains_add_and_subtract_128_bits() -> None:
     ]
     body = "{ .reg .b32 %x; mad.lo.cc.u32 %x, %a, %b, %c; madc.hi.u32 %r, %a, %b, %c; } mov.b32"
     assert evaluate_body(body, a, b, c) == [((x * y + z + (z << 32)) >> 32) % 2**32 for x, y, z in pairs]
+
+
+@pytest.mark.parametrize("opcode", ["add.s16x2", "add.u16x2", "min.s16x2", "max.u16x2"])
+def test_packed_16_bit_integers(opcode: str) -> None:
+    a, b = operands(32), [operands(32)[i] for i in RNG.permutation(N)]
+    name, kind = opcode.split(".")
+
+    def one(x: int, y: int) -> int:
+        if kind[0] == "s":
+            x, y = signed(x, 16), signed(y, 16)
+        return {"add": x + y, "min": min(x, y), "max": max(x, y)}[name] & 0xFFFF
+
+    want = [one(x & 0xFFFF, y & 0xFFFF) | one(x >> 16, y >> 16) << 16 for x, y in zip(a, b, strict=True)]
+    assert evaluate(opcode, "ww", 32, a, b) == want
+
+
+def test_24_bit_products_and_packing_conversions() -> None:
+    a, b, c = operands(32), [operands(32)[i] for i in RNG.permutation(N)], [operands(32)[i] for i in RNG.permutation(N)]
+    triples = list(zip(a, b, c, strict=True))
+    assert evaluate("mul24.lo.u32", "ww", 32, a, b) == [(x % 2**24) * (y % 2**24) % 2**32 for x, y, _ in triples]
+    want = [(signed(x, 24) * signed(y, 24) >> 16) % 2**32 for x, y, _ in triples]
+    assert evaluate("mul24.hi.s32", "ww", 32, a, b) == want
+
+    def clamp(value: int, low: int, high: int) -> int:
+        return max(low, min(high, signed(value, 32)))
+
+    got = evaluate("cvt.pack.sat.s16.s32", "ww", 32, a, b)
+    assert got == [(clamp(x, -32768, 32767) % 2**16) << 16 | clamp(y, -32768, 32767) % 2**16 for x, y, _ in triples]
+    got = evaluate("cvt.pack.sat.u8.s32.b32", "www", 32, a, b, c)
+    assert got == [(z << 16 | clamp(x, 0, 255) << 8 | clamp(y, 0, 255)) % 2**32 for x, y, z in triples]
+
+
+def test_lop3_tells_whether_a_bit_is_set() -> None:
+    a, b = [0, 1, 2, 3] * (N // 4), [7 if i % 8 == 0 else 0 for i in range(N)]
+    body = "{ .reg .pred p, q; setp.eq.u32 q, %b, 7; lop3.or.b32 %r|p, %a, %a, %a, 0x80, q;"
+    body += "selp.u32 %r, 1, 0, p; } mov.b32"
+    assert evaluate_body(body, a, b, a) == [int(x != 0 or y == 7) for x, y in zip(a, b, strict=True)]

@@ -21,6 +21,7 @@ from mkb_env.devices.simulator import (  # noqa: F401  (the ops modules register
     ops_float,
     ops_integer,
     ops_matrix,
+    ops_mbarrier,
     ops_memory,
     ops_warp,
     timing,

@@ -30,6 +30,8 @@ MAX_COOPERATIVE_LANES = 132 * 2048
 FAIRNESS = 512
 TURN = 64
 """Blocks that a frame may execute in a turn it got out of fairness."""
+SPIN = 2048
+"""Blocks after which the frame at the lowest program counter may be one that waits for another."""
 
 Terminator = Callable[["Runner", Frame], "Frame | None"]
 
@@ -206,8 +208,10 @@ class Runner:
                 decisions += 1
                 frame = self._pick(decisions % FAIRNESS == 0)
                 limit = min((other.pc for other in self.ready if other.wait is None), default=1 << 62)
-                turn = TURN if frame.pc > limit else 1 << 62
-                self._run_frame(frame, limit if frame.pc <= limit else 1 << 62, turn)
+                if frame.pc > limit:
+                    self._run_frame(frame, 1 << 62, TURN)
+                elif self._run_frame(frame, limit, SPIN if limit < 1 << 62 else 1 << 62):
+                    decisions = -1  # it may be waiting for another frame: the next turn is the oldest's
         if self.chunk.alive_total:
             raise barriers.deadlock(self)
 
@@ -233,8 +237,11 @@ class Runner:
         chosen.wait = None
         return chosen
 
-    def _run_frame(self, start: Frame, limit: int, turn: int) -> None:
-        """Execute blocks until the frame waits, splits, ends, or another frame should go first."""
+    def _run_frame(self, start: Frame, limit: int, turn: int) -> bool:
+        """Execute blocks until the frame waits, splits, ends, or another frame should go first.
+
+        Returns whether it was stopped because its turn was over.
+        """
         code, launch, blocks = self.code, self.chunk.launch, self.program.blocks
         operations, terminators, defines = code.operations, code.terminators, code.defines
         counts = launch.block_warps
@@ -282,6 +289,7 @@ class Runner:
         self.clock += 1
         if self.clock & 63 == 0:
             self._check_budget(start)
+        return executed >= turn
 
     def _failure(self, number: int, error: Exception) -> DeviceFault:
         """What an exception of an operation means: a form that is not simulated, or a fault of the simulator."""

@@ -13,6 +13,8 @@ from mkb_env.devices.simulator.decode import (
     last_type,
     numpy_type,
     opcode,
+    pair,
+    reader,
     unsigned,
     writer,
 )
@@ -42,20 +44,26 @@ def _cnot(instruction: Instruction) -> Operation:
 @opcode("lop3")
 def _lop3(instruction: Instruction) -> Operation:
     """Any function of three bits, as a sum of its minterms. The fifth operand is the truth table."""
-    if "BOOL" in instruction.opcode or not isinstance(instruction.operands[4], Imm):
-        raise Unsupported("lop3 with a predicate result")
-    table = instruction.operands[4].value & 0xFF
+    destination, predicate = pair(instruction.operands[0])
+    table = instruction.operands[4]
+    if not isinstance(table, Imm):
+        raise Unsupported("lop3 with a truth table in a register")
+    minterms = [minterm for minterm in range(8) if table.value >> minterm & 1]
     a, b, c = readers(instruction, "b32", "b32", "b32")
-    write = writer(instruction.operands[0], "b32")
+    write, write_predicate = writer(destination, "b32"), writer(predicate, "pred")
+    extra = reader(instruction.operands[5], "pred") if len(instruction.operands) > 5 else None
+    both = "and" in instruction.parts
 
     def operation(frame: Frame) -> None:
         x, y, z = a(frame), b(frame), c(frame)
         result: Array = np.zeros(1, np.uint32)
-        for minterm in range(8):
-            if table >> minterm & 1:
-                term = (x if minterm & 4 else ~x) & (y if minterm & 2 else ~y) & (z if minterm & 1 else ~z)
-                result = result | term
+        for minterm in minterms:
+            term = (x if minterm & 4 else ~x) & (y if minterm & 2 else ~y) & (z if minterm & 1 else ~z)
+            result = result | term
         write(frame, result)
+        if extra is not None:
+            some, other = result != 0, extra(frame)
+            write_predicate(frame, some & other if both else some | other)
 
     return operation
 

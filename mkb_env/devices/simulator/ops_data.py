@@ -111,12 +111,34 @@ def _cvt(instruction: Instruction) -> Operation:
     if target.endswith("x2"):
         return _cvt_packed(instruction, target[:-2], source, rounding or "rn", options["relu"], options["satfinite"])
     if "pack" in parts:
-        raise Unsupported("cvt.pack")
+        return _cvt_pack(instruction, target)
     read = reader(instruction.operands[1], f"b{8 * TYPE_BYTES[source]}")
     write = writer(instruction.operands[0], target if target[0] in "su" else f"b{8 * TYPE_BYTES[target]}")
     if not any(options.values()):
         return lambda frame: write(frame, convert.cvt(read(frame), source, target, rounding))
     return lambda frame: write(frame, convert.cvt(read(frame), source, target, rounding, **options))
+
+
+def _cvt_pack(instruction: Instruction, target: str) -> Operation:
+    """``cvt.pack.sat``: two s32 clamped to ``target``, above (4- and 8-bit targets) the low bits of c, shifted up."""
+    width = {"u16": 16, "s16": 16, "u8": 8, "s8": 8}.get(target)
+    if width is None:
+        raise Unsupported(f"cvt.pack to {target}")
+    low, high = (0, (1 << width) - 1) if target[0] == "u" else (-(1 << (width - 1)), (1 << (width - 1)) - 1)
+    a, b = (reader(operand, "s32") for operand in instruction.operands[1:3])
+    c = reader(instruction.operands[3], "u32") if len(instruction.operands) > 3 else None
+    write = writer(instruction.operands[0], "b32")
+
+    def field(value: Array) -> Array:
+        return (np.clip(value.astype(np.int64), low, high) & ((1 << width) - 1)).astype(np.uint32)
+
+    def operation(frame: Frame) -> None:
+        result = (field(a(frame)) << np.uint32(width)) | field(b(frame))
+        if c is not None:
+            result = result | (c(frame) << np.uint32(2 * width))
+        write(frame, result)
+
+    return operation
 
 
 _NARROW = {"e2m1x2": 1, "e3m2x2": 2, "e2m3x2": 2, "ue8m0x2": 2}
@@ -246,11 +268,12 @@ def _setp(instruction: Instruction) -> Operation:
     write = writer(first, "pred")
     if kind.endswith("x2"):
         low, high = writer(first, "pred"), writer(second, "pred")
-        if boolean is not None:
-            raise Unsupported("packed setp with a boolean operator")
+        third = reader(instruction.operands[3], "pred") if boolean is not None else None
 
         def packed(frame: Frame) -> None:
             result = compare(frame)
+            if boolean is not None and third is not None:
+                result = boolean(result, third(frame)[:, None])
             low(frame, np.ascontiguousarray(result[:, 0]))
             high(frame, np.ascontiguousarray(result[:, 1]))
 
@@ -278,18 +301,21 @@ def _set(instruction: Instruction) -> Operation:
     types = [part for part in instruction.parts[1:] if part in TYPE_BYTES]
     target = types[0]
     compare, boolean, kind = _compared(instruction)
-    one = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}.get(target, (1 << (8 * TYPE_BYTES[target])) - 1)
-    if kind.endswith("x2") or (boolean is not None and len(instruction.operands) < 4):
-        raise Unsupported("packed set")
-    true, false = (constant(value, f"b{8 * TYPE_BYTES[target]}") for value in (one, 0))
+    one = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}.get(target)
+    two = kind.endswith("x2")
+    bits = "b16" if two else f"b{8 * TYPE_BYTES[target]}"
+    if one is None:
+        one = (1 << (8 * TYPE_BYTES[bits])) - 1
+    true, false = (constant(value, bits) for value in (one, 0))
     write = writer(instruction.operands[0], f"b{8 * TYPE_BYTES[target]}")
     extra = reader(instruction.operands[3], "pred") if boolean is not None else None
 
     def operation(frame: Frame) -> None:
         result = compare(frame)
         if boolean is not None and extra is not None:
-            result = boolean(result, extra(frame))
-        write(frame, np.where(result, true, false))
+            result = boolean(result, extra(frame)[:, None] if two else extra(frame))
+        value = np.where(result, true, false)
+        write(frame, value.view(np.uint32).reshape(-1) if two else value)
 
     return operation
 

@@ -63,6 +63,22 @@ def saturated_sum(compute: Binary) -> Binary:
     return lambda a, b: np.clip(compute(a.astype(np.int64), b.astype(np.int64)), -(2**31), 2**31 - 1).astype(np.int32)
 
 
+def packed(instruction: Instruction, kind: str, compute: Binary) -> Operation:
+    """``d = compute(a, b)`` on both 16-bit halves."""
+    half = numpy_type(kind.removesuffix("x2"))
+    limits = np.iinfo(half)
+    clamp = "sat" in instruction.parts
+
+    def both(a: Array, b: Array) -> Array:
+        x, y = (np.ascontiguousarray(value).view(half).reshape(-1, 2).astype(np.int32) for value in (a, b))
+        result = compute(x, y)
+        if clamp:
+            result = np.clip(result, limits.min, limits.max)
+        return np.ascontiguousarray(result.astype(half)).view(np.uint32).reshape(-1)
+
+    return binary(instruction, "b32", both)
+
+
 def add_sub(instruction: Instruction) -> Operation:
     """Integer ``add``, ``sub``, with carry out or saturation."""
     kind = last_type(instruction)
@@ -71,8 +87,8 @@ def add_sub(instruction: Instruction) -> Operation:
         return _carrying(instruction, kind, carry_in=False)
     if "sat" in instruction.parts:
         return binary(instruction, "s32", saturated_sum(compute))
-    if kind in ("u16x2", "s16x2"):
-        raise Unsupported("packed 16-bit integers")
+    if kind.endswith("x2"):
+        return packed(instruction, kind, compute)
     # Two's complement: the raw bits give the same sum.
     return binary(instruction, f"u{bits_of(kind)}", compute)
 
@@ -141,16 +157,22 @@ def high_product(a: Array, b: Array, kind: str) -> Array:
 @opcode("mul24", "mad24")
 def _mul24(instruction: Instruction) -> Operation:
     kind = last_type(instruction)
-    if "lo" not in instruction.parts:
-        raise Unsupported(f"{instruction.name}.hi")
+    upper = "hi" in instruction.parts
+    if "sat" in instruction.parts:
+        raise Unsupported("mad24.hi.sat")
     shift = np.int64(40)
 
     def low24(a: Array) -> Array:
         return a.astype(np.int64) & np.int64(0xFFFFFF) if kind == "u32" else (a.astype(np.int64) << shift) >> shift
 
+    def product(a: Array, b: Array) -> Array:
+        """The lower or upper 32 bits of the 48-bit product."""
+        whole = low24(a) * low24(b)
+        return (whole >> np.int64(16) if upper else whole).astype(a.dtype)
+
     if instruction.name == "mul24":
-        return binary(instruction, kind, lambda a, b: (low24(a) * low24(b)).astype(a.dtype))
-    return _ternary(instruction, kind, lambda a, b, c: (low24(a) * low24(b)).astype(a.dtype) + c)
+        return binary(instruction, kind, product)
+    return _ternary(instruction, kind, lambda a, b, c: product(a, b) + c)
 
 
 def _ternary(
@@ -248,9 +270,10 @@ def quotient(a: Array, b: Array) -> Array:
 def minimum_maximum(instruction: Instruction) -> Operation:
     """Integer ``min`` and ``max``."""
     compute: Binary = np.minimum if instruction.name == "min" else np.maximum
+    kind, plain = last_type(instruction), compute
     if "relu" in instruction.parts:
-        return binary(instruction, last_type(instruction), lambda a, b: np.maximum(compute(a, b), a.dtype.type(0)))
-    return binary(instruction, last_type(instruction), compute)
+        compute = lambda a, b: np.maximum(plain(a, b), a.dtype.type(0))  # noqa: E731
+    return packed(instruction, kind, compute) if kind.endswith("x2") else binary(instruction, kind, compute)
 
 
 def absolute(instruction: Instruction) -> Operation:
