@@ -161,7 +161,11 @@ def _compare_exact(got: torch.Tensor, reference: torch.Tensor) -> Comparison:
 
 
 class _Rows:
-    """One output as [rows, row length], handled in chunks of whole rows; ``own``: the problem's allowance, or None."""
+    """One output as [rows, row length], handled in chunks of whole rows; ``own``: the problem's allowance, or None.
+
+    Two passes over the output, since a row's allowance depends on all rows: first the reference's own errors, then the
+    candidate's. On a GPU both are bound by memory, so nothing is computed twice.
+    """
 
     def __init__(
         self, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor, own: torch.Tensor | None
@@ -170,60 +174,67 @@ class _Rows:
         self.length = row_length(got.shape)
         self.count = got.numel() // self.length
         self.got, self.reference, self.anchor = (t.reshape(self.count, self.length) for t in (got, reference, anchor))
-        self.errors, self.scales = self._reference_errors()
+        self.plain = bool(reference.isfinite().all() & anchor.isfinite().all())
+        """No NaN or Inf in the truth, as nearly always: the masks for them are left out."""
+        self.by_row = own is None
+        self.mean_square = own is None and self.length >= MIN_ROW and epsilon(self.dtype) >= COARSE
+        self._measure_reference()
         self.allowed = self._allowance() if own is None else own.reshape(self.count, self.length)
-        if own is None and self.length >= MIN_ROW and epsilon(self.dtype) >= COARSE:
-            self._limit_mean_square()
 
     def chunks(self) -> Iterator[slice]:
         step = max(1, CHUNK // self.length)
         return (slice(begin, min(begin + step, self.count)) for begin in range(0, self.count, step))
 
-    def _truth(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Reference and anchor in float64, and where both are finite."""
-        reference, anchor = self.reference[part].double(), self.anchor[part].double()
-        return reference, anchor, reference.isfinite() & anchor.isfinite()
+    def _finite(self, part: slice) -> torch.Tensor | None:
+        """Where reference and anchor are both finite; None for everywhere."""
+        return None if self.plain else self.reference[part].isfinite() & self.anchor[part].isfinite()
 
-    def _reference_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per row the largest |reference - anchor| and |anchor| over finite elements, float64 [rows]."""
-        errors = torch.empty(self.count, dtype=torch.float64, device=self.got.device)
-        scales = torch.empty_like(errors)
+    def _measure_reference(self) -> None:
+        """Per row, over finite elements: largest and root mean square |reference - anchor| and |anchor|, float64."""
+        self.errors, self.scales, self.rms_errors, self.rms_scales = (
+            torch.zeros(self.count, dtype=torch.float64, device=self.got.device) for _ in range(4)
+        )
         for part in self.chunks():
-            reference, anchor, finite = self._truth(part)
-            errors[part] = (reference - anchor).abs_().masked_fill_(~finite, 0.0).amax(1)
-            scales[part] = anchor.abs().masked_fill_(~finite, 0.0).amax(1)
-        return errors, scales
+            anchor, finite = self.anchor[part].double(), self._finite(part)
+            error = self.reference[part].double().sub_(anchor).abs_()
+            if finite is not None:
+                error, anchor = error.masked_fill_(~finite, 0.0), anchor.masked_fill(~finite, 0.0)
+            self.errors[part] = error.amax(1)
+            self.scales[part] = torch.maximum(anchor.amax(1), -anchor.amin(1))
+            if self.mean_square:
+                self.rms_errors[part] = _rms(error)
+                self.rms_scales[part] = _rms(anchor)
 
     def _allowance(self) -> torch.Tensor:
         """Allowed error per row, float64 [rows, 1]."""
         overall = FACTOR * torch.maximum(self.errors.max(), epsilon(self.dtype) * self.scales.max())
+        self.rms_limit = _row_limit(self.rms_errors, self.rms_scales, epsilon(self.dtype) / 2)
         return torch.minimum(overall, _row_limit(self.errors, self.scales, epsilon(self.dtype))).unsqueeze(1)
-
-    def _limit_mean_square(self) -> None:
-        """In rows over the root-mean-square limit, lower every element's allowance to that limit."""
-        mine = torch.empty_like(self.errors)
-        errors, scales = torch.empty_like(mine), torch.empty_like(mine)
-        for part in self.chunks():
-            reference, anchor, finite = self._truth(part)
-            error = self._error(part)
-            # What is outside already needs no second finding, and would spread to its row.
-            inside = error.masked_fill(error > self.allowed[part], 0.0)
-            for target, values in ((mine, inside), (errors, reference - anchor), (scales, anchor)):
-                target[part] = values.masked_fill(~finite, 0.0).square_().mean(1).sqrt_()
-        limit = _row_limit(errors, scales, epsilon(self.dtype) / 2)
-        over = (mine > limit).unsqueeze(1)
-        self.allowed = torch.where(over, torch.minimum(self.allowed, limit.unsqueeze(1)), self.allowed)
 
     def _error(self, part: slice) -> torch.Tensor:
         """|got - anchor|, float64; infinite where a NaN or Inf is out of place, 0 where it is in place."""
-        reference, anchor, finite = self._truth(part)
-        got = self.got[part].double()
-        error = (got - anchor).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
+        got, finite = self.got[part].double(), self._finite(part)
+        error = (got - self.anchor[part]).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
+        if finite is None:
+            return error
+        reference = self.reference[part].double()
         same = (got == reference) | (got.isnan() & reference.isnan())
         return torch.where(finite, error, torch.where(same, 0.0, math.inf))
 
+    def _judged(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Error and allowance of some rows; in rows over the root-mean-square limit that limit is the allowance."""
+        error, allowed = self._error(part), self.allowed[part]
+        if self.mean_square:
+            # What is outside already needs no second finding, and would spread to its row.
+            inside = torch.where(error > allowed, 0.0, error)
+            limit = self.rms_limit[part].unsqueeze(1)
+            over = _rms(inside).unsqueeze(1) > limit
+            allowed = torch.where(over, torch.minimum(allowed, limit), allowed)
+        return error, allowed
+
     def outside(self) -> torch.Tensor:
-        return torch.cat([self._error(part) > self.allowed[part] for part in self.chunks()])
+        judged = (self._judged(part) for part in self.chunks())
+        return torch.cat([error > allowed for error, allowed in judged])
 
     def judge(self) -> Comparison:
         relative = torch.where(self.scales > 0, self.errors / self.scales, 0.0).max()
@@ -248,27 +259,43 @@ class _Rows:
 
     def _judge_chunk(self, part: slice) -> torch.Tensor:
         """The figures of :class:`Comparison` for some rows, float64 [11], without waiting for the device."""
-        error, allowed = self._error(part), self.allowed[part]
+        error, allowed = self._judged(part)
         # 0 of 0 is a share of nothing, anything else of 0 all there is.
         shares = (error / allowed).nan_to_num_(nan=0.0, posinf=math.inf)
-        worst = shares.argmax()
-        reference, anchor, finite = self._truth(part)
-        own = (reference - anchor).abs_().div_(allowed).masked_fill_(~finite, 0.0).nan_to_num_(nan=0.0, posinf=math.inf)
-        got = self.got[part]
+        worst = shares.argmax().reshape(1)
+        got, reference = self.got[part], self.reference[part]
+        none = torch.zeros((), dtype=torch.float64, device=got.device)
         numbers = (
-            shares.flatten()[worst],
-            error.flatten()[worst],
-            allowed.expand_as(error)[worst // self.length, worst % self.length],
+            shares.flatten().index_select(0, worst),
+            error.flatten().index_select(0, worst),
+            allowed.expand_as(error).reshape(-1).index_select(0, worst)
+            if not self.by_row
+            else allowed.flatten().index_select(0, worst // self.length),
             worst + part.start * self.length,
-            got.flatten()[worst],
-            reference.flatten()[worst],
+            got.reshape(-1).index_select(0, worst),
+            reference.reshape(-1).index_select(0, worst),
             (error > allowed).sum(),
             got.isnan().sum(),
             got.isinf().sum(),
-            (~reference.isfinite()).sum(),
-            own.max(),
+            none if self.plain else (~reference.isfinite()).sum(),
+            self._reference_share(part, allowed),
         )
-        return torch.stack([number.double() for number in numbers])
+        return torch.stack([number.double().reshape(()) for number in numbers])
+
+    def _reference_share(self, part: slice, allowed: torch.Tensor) -> torch.Tensor:
+        """How much of the allowance the reference itself uses, at most."""
+        if self.by_row:
+            own = self.errors[part].unsqueeze(1) / allowed
+        else:
+            own = self.reference[part].double().sub_(self.anchor[part]).abs_().div_(allowed)
+            if (finite := self._finite(part)) is not None:
+                own = own.masked_fill_(~finite, 0.0)
+        return own.nan_to_num_(nan=0.0, posinf=math.inf).max()
+
+
+def _rms(values: torch.Tensor) -> torch.Tensor:
+    """Root mean square of each row."""
+    return torch.linalg.vector_norm(values, dim=1) / math.sqrt(values.shape[1])
 
 
 def _row_limit(errors: torch.Tensor, scales: torch.Tensor, floor: float) -> torch.Tensor:
