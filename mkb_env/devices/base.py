@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mkb_env.plan import LaunchPlan
 
 POISON_BYTE = 0xFF
-"""Workspaces and outputs are filled with this byte before a draw: NaN in every floating-point format, -1 in integers."""
+"""Workspaces and outputs hold this byte before a draw: NaN in every floating-point format, -1 in integers."""
 
 
 class DeviceFault(Exception):

@@ -10,7 +10,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,8 +21,9 @@ from mkb_env.legality import check
 from mkb_env.plan import LaunchPlan, PlanError, decode, encode
 from mkb_env.problems import find
 from mkb_env.recorder.client import RecorderClient
-from mkb_env.recorder.protocol import Failure, Input, Limits, OutputSpec, Recording, RecordRequest
+from mkb_env.recorder.protocol import Call, Failure, Limits, Recording, RecordRequest
 from mkb_env.servers.client import Outcome, ServerClient, ServerError, signal_name
+from mkb_env.task import brief
 
 EVALUATE_SECONDS = {"simulator": 240.0, "cuda": 60.0}
 """Wall clock of one evaluation, drawing and reference included, after which it is killed."""
@@ -38,12 +38,6 @@ class RecordingError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
-
-
-class _Described(msgspec.Struct, frozen=True):
-    inputs: tuple[Input, ...]
-    outputs: tuple[OutputSpec, ...]
-    returns_tuple: bool
 
 
 class Judge:
@@ -65,7 +59,7 @@ class Judge:
         self.limits = limits or Limits()
         self._recorder = RecorderClient()
         self._evaluator: ServerClient | None = None
-        self._described: dict[tuple[str, str], list[_Described]] = {}
+        self._described: dict[tuple[str, str], list[Call]] = {}
         self._device_name = ""
 
     # -- the device -----------------------------------------------------------------------------------------------
@@ -125,52 +119,47 @@ class Judge:
         started = time.monotonic()
         digest = hashlib.sha256(source.encode(errors="replace")).hexdigest()
         base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=digest, simulated=self.simulated)
-        failure = check(source, dsl, inputs=_input_names(problem))
+        failure = check(source, dsl, inputs=brief(problem).inputs)
         if failure:
             return _with_failure(base, Recording(failure=failure), started)
-        verdict = base
         try:
-            shapes = self._describe(problem, workload)
-            for number, shape in enumerate(shapes):
-                verdict = self._judge_shape(base, source, number, shape, timing, draws, on_progress)
-                verdict = msgspec.structs.replace(
-                    verdict,
-                    message=f"{workload} shape {number + 1} of {len(shapes)}: {verdict.message}"
-                    if len(shapes) > 1
-                    else verdict.message,
-                )
+            calls = self._describe(problem, workload)
+            recording = self._record(source, dsl, calls, on_progress)
+            seconds = {**recording.seconds, "record": round(time.monotonic() - started, 4)}
+            verdict = msgspec.structs.replace(base, log=recording.log)
+            for number, plan in enumerate(recording.plans):
+                verdict = self._judge_plan(base, recording, number, plan, timing, draws, on_progress)
+                if len(calls) > 1:
+                    place = f"{workload} shape {number + 1} of {len(calls)}"
+                    verdict = msgspec.structs.replace(verdict, message=f"{place}: {verdict.message}")
                 if not verdict.passed:
                     break
+            else:
+                if recording.failure:
+                    verdict = _with_failure(base, recording, started)
         except ServerError as error:
-            verdict = msgspec.structs.replace(base, message=str(error))
-        seconds = {**verdict.seconds, "total": round(time.monotonic() - started, 4)}
+            return msgspec.structs.replace(base, message=str(error))
+        seconds |= {**verdict.seconds, "total": round(time.monotonic() - started, 4)}
         return msgspec.structs.replace(verdict, seconds=seconds)
 
-    def _judge_shape(
+    def _judge_plan(
         self,
         base: Verdict,
-        source: str,
+        recording: Recording,
         number: int,
-        shape: _Described,
+        encoded: bytes,
         timing: bool,
         draws: int,
         on_progress: Callable[[str], None] | None,
     ) -> Verdict:
-        started = time.monotonic()
-        recording = self._record(source, base.dsl, shape, on_progress)
-        recorded = time.monotonic() - started
-        if recording.failure:
-            return _with_failure(base, recording, started)
-        assert recording.plan is not None
         try:
-            plan = decode(recording.plan)
+            plan = decode(encoded)
         except PlanError as error:
-            failure = Failure("launch_error", f"the launch plan is refused: {error}")
-            return _with_failure(base, msgspec.structs.replace(recording, failure=failure), started)
-        evaluation = self._evaluate(base, number, recording.plan, timing, draws, on_progress)
-        verdict = _with_evaluation(base, evaluation, plan)
-        seconds = {**recording.seconds, "record": round(recorded, 4), **evaluation.seconds}
-        return msgspec.structs.replace(verdict, log=recording.log, seconds=seconds)
+            return msgspec.structs.replace(
+                base, stage=Stage.LAUNCH_ERROR, message=f"the launch plan is refused: {error}", log=recording.log
+            )
+        evaluation = self._evaluate(base, number, encoded, timing, draws, on_progress)
+        return msgspec.structs.replace(_with_evaluation(base, evaluation, plan), log=recording.log)
 
     def replay(
         self,
@@ -216,18 +205,17 @@ class Judge:
             ServerError: if our side fails.
         """
         workload = self._check_names(problem, dsl, workload)
-        failure = check(source, dsl, inputs=_input_names(problem))
+        failure = check(source, dsl, inputs=brief(problem).inputs)
         if failure:
             raise RecordingError(failure)
-        shapes = self._describe(problem, workload)
-        if not 0 <= shape < len(shapes):
-            raise ValueError(f"workload {workload} of {problem} has shapes 0 to {len(shapes) - 1}, got {shape}")
-        recording = self._record(source, dsl, shapes[shape], None)
+        calls = self._describe(problem, workload)
+        if not 0 <= shape < len(calls):
+            raise ValueError(f"workload {workload} of {problem} has shapes 0 to {len(calls) - 1}, got {shape}")
+        recording = self._record(source, dsl, [calls[shape]], None)
         if recording.failure:
             raise RecordingError(recording.failure)
-        assert recording.plan is not None
         try:
-            return decode(recording.plan)
+            return decode(recording.plans[0])
         except PlanError as error:
             raise RecordingError(Failure("launch_error", f"the launch plan is refused: {error}")) from None
 
@@ -245,15 +233,14 @@ class Judge:
             raise ValueError(f"workload must be full, small or heldout, got {workload!r}")
         return workload
 
-    def _describe(self, problem: str, workload: str) -> list[_Described]:
+    def _describe(self, problem: str, workload: str) -> list[Call]:
         key = problem, workload
         if key not in self._described:
-            self._described[key] = self._ask(DescribeJob(problem, workload), list[_Described])
+            self._described[key] = self._ask(DescribeJob(problem, workload), list[Call])
         return self._described[key]
 
-    def _record(self, source: str, dsl: str, shape: _Described, on_progress: Callable[[str], None] | None) -> Recording:
-        request = RecordRequest(source, dsl, shape.inputs, shape.outputs, shape.returns_tuple, self.limits)
-        return self._recorder.record(request, on_progress)
+    def _record(self, source: str, dsl: str, calls: list[Call], on_progress: Callable[[str], None] | None) -> Recording:
+        return self._recorder.record(RecordRequest(source, dsl, tuple(calls), self.limits), on_progress)
 
     def _ask(self, job: Job, kind: type[T]) -> T:
         outcome = self._run(job, None, 120.0)
@@ -325,14 +312,3 @@ def _with_evaluation(base: Verdict, evaluation: Evaluation, plan: LaunchPlan) ->
     }
     versions = {**plan.toolchain, **evaluation.versions}
     return msgspec.structs.replace(base, **same, plan_sha256=plan.digest(), versions=versions)
-
-
-def _input_names(problem: str) -> tuple[str, ...]:
-    """The names of ``solve``'s arguments, read from the problem's file without importing it."""
-    import ast
-
-    path: Path = find(problem).folder / "problem.py"
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "INPUTS" for t in node.targets):
-            return tuple(ast.literal_eval(node.value))
-    return ()

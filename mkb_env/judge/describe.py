@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkb_env.problems.contract import Problem, Shape
-from mkb_env.recorder.protocol import Input, OutputSpec, ScalarInput, TensorInput
-
-
-class Description(msgspec.Struct, frozen=True):
-    """One shape of a workload, as ``solve`` meets it."""
-
-    inputs: tuple[Input, ...]
-    outputs: tuple[OutputSpec, ...]
-    returns_tuple: bool
+from mkb_env.recorder.protocol import Call, Input, OutputSpec, ScalarInput, TensorInput
 
 
 class _NoDraws(TorchDispatchMode):
@@ -46,8 +37,8 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def describe(problem: Problem, shape: Shape) -> Description:
-    """Describe ``problem`` at ``shape``."""
+def describe(problem: Problem, shape: Shape) -> Call:
+    """What a call of ``solve`` at ``shape`` is given and must return."""
     with _NoDraws(), torch.no_grad():
         values = problem.make_inputs(torch.Generator().manual_seed(0), shape)
     inputs: list[Input] = []
@@ -57,7 +48,7 @@ def describe(problem: Problem, shape: Shape) -> Description:
         else:
             inputs.append(ScalarInput(value))
     outputs = tuple(OutputSpec(tuple(dims), _dtype(dtype)) for dims, dtype in problem.output_specs(shape))
-    return Description(tuple(inputs), outputs, len(outputs) > 1)
+    return Call(tuple(inputs), outputs, len(outputs) > 1)
 
 
 def _host_values(problem: Problem, name: str, value: torch.Tensor) -> bytes | None:

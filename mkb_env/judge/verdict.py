@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -133,13 +135,23 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.timing.speedup.value if self.passed and self.timing else 0.0
 
     def to_json(self) -> str:
-        """The record as one JSON object with stable keys."""
-        return msgspec.json.encode(self).decode()
+        """The record as one JSON object with stable keys; floats that JSON lacks are ``"inf"``, ``"nan"`` and so on."""
+        return msgspec.json.encode(_jsonable(msgspec.to_builtins(self))).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Verdict:
         """Inverse of :meth:`to_json`. Raises msgspec.ValidationError on anything else."""
-        return msgspec.json.decode(text, type=Verdict)
+        # not strict: floats may come as strings
+        return msgspec.json.decode(text, type=Verdict, strict=False)
+
+
+def _jsonable(value: Any) -> Any:
+    """``value`` with its non-finite floats as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def clip(text: str, limit: int = MAX_MESSAGE) -> str:

@@ -24,7 +24,7 @@ class RecorderClient:
         self.server = ServerClient("mkb_env.recorder.service", rooms=("recorder", "dsl"))
 
     def record(self, request: RecordRequest, on_progress: Callable[[str], None] | None = None) -> Recording:
-        """The plan of a submission, or why there is none. Never raises for what the submission does."""
+        """The plans of a submission, or why there is none. Never raises for what the submission does."""
         limits = request.limits
         try:
             outcome = self.server.call(
@@ -48,8 +48,8 @@ class RecorderClient:
         failure = recording.failure
         if failure and failure.kind not in CHILD_KINDS:
             failure = msgspec.structs.replace(failure, kind="host_error")
-        if failure is None and recording.plan is None:
-            failure = Failure("host_error", "the submission broke the recording: it holds no plan")
+        if failure is None and len(recording.plans) != len(request.calls):
+            failure = Failure("host_error", "the submission broke the recording: it does not hold a plan per call")
         return msgspec.structs.replace(recording, failure=failure, sandbox=outcome.ended.sandbox)
 
 

@@ -46,15 +46,21 @@ class Limits(msgspec.Struct, frozen=True):
     """Private memory the submission may add to the warm parent's."""
 
 
-class RecordRequest(msgspec.Struct, frozen=True):
-    """One submission to record."""
+class Call(msgspec.Struct, frozen=True):
+    """One call of ``solve``."""
 
-    source: str
-    dsl: str
     inputs: tuple[Input, ...]
     outputs: tuple[OutputSpec, ...]
     returns_tuple: bool
     """Whether the reference returns a tuple (else one bare tensor)."""
+
+
+class RecordRequest(msgspec.Struct, frozen=True):
+    """One submission to record, at one or several shapes: it is imported once and ``solve`` is called for each."""
+
+    source: str
+    dsl: str
+    calls: tuple[Call, ...]
     limits: Limits = Limits()
 
 
@@ -78,13 +84,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The recorder's answer: an encoded, not yet validated plan, or a failure."""
+    """The recorder's answer: one encoded, not yet validated plan per call, until the first failure."""
 
-    plan: bytes | None = None
+    plans: tuple[bytes, ...] = ()
     failure: Failure | None = None
     log: str = ""
     """Tail of what the submission printed."""
     seconds: dict[str, float] = {}
-    """Wall clock by stage: fork, import, compile, host."""
+    """Wall clock by stage: import, solve (compilation included), and record, the whole job."""
     sandbox: tuple[str, ...] = ()
     """Isolation in force, for example ``("network", "files", "memory", "time")``."""

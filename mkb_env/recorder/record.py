@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from mkb_env.dsl import Dsl
-from mkb_env.plan import OutputTree, PlanError, encode, validate
+from mkb_env.plan import Launch, OutputTree, PlanError, encode, validate
 from mkb_env.recorder.errors import failure_from
-from mkb_env.recorder.protocol import Failure, OutputSpec, Recording, RecordRequest, TensorInput
+from mkb_env.recorder.protocol import Call, Failure, OutputSpec, Recording, RecordRequest, TensorInput
 from mkb_env.recorder.sink import Sink
 from mkb_env.recorder.tape import Tape, dtype_name
 from mkb_env.recorder.tensors import Recorder, recording
@@ -45,27 +45,20 @@ def record(request: RecordRequest, dsl: Dsl, scratch: Path, progress: Callable[[
     recorder = Recorder(tape)
     path = scratch / f"{MODULE}.py"
     path.write_text(request.source, encoding="utf-8")
-    plan, failure = None, None
+    plans: list[bytes] = []
+    failure = None
     with log.capturing():
         try:
-            arguments = make_arguments(request, recorder)
             with timed(seconds, "import"), recording(recorder):
                 progress("import")
-                module = load(path)
-                solve = check_solve(module, len(arguments))
-            with timed(seconds, "solve"), recording(recorder):
-                progress("solve")
-                result = solve(*arguments)
-            if tape.refusal:
-                raise tape.refusal
-            outputs, tree = check_outputs(result, request, recorder)
-            if not any(hasattr(step, "kernel") for step in tape.steps):
-                raise Rejection("host_error", "solve returned without launching a kernel; every output element must be "
-                                "written by kernels in every call")  # fmt: skip
-            digest = hashlib.sha256(request.source.encode()).hexdigest()
-            finished = tape.plan(outputs, tree, dsl.versions(), digest)
-            validate(finished)
-            plan = encode(finished)
+                solve = check_solve(load(path), len(request.calls[0].inputs))
+            for call in request.calls:
+                tape.begin_call()
+                arguments = make_arguments(call, recorder)
+                with timed(seconds, "solve"), recording(recorder):
+                    progress("solve")
+                    result = solve(*arguments)
+                plans.append(finish(result, call, recorder, dsl, request.source))
         except Rejection as rejection:
             failure = rejection.failure
         except PlanError as error:
@@ -73,13 +66,34 @@ def record(request: RecordRequest, dsl: Dsl, scratch: Path, progress: Callable[[
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the submission's
             failure = failure_from(tape.refusal or error, error, path, request.source, dsl)
     del sink
-    return Recording(plan, failure, log.tail(), seconds)
+    return Recording(tuple(plans), failure, log.tail(), seconds)
 
 
-def make_arguments(request: RecordRequest, recorder: Recorder) -> list[Any]:
+def finish(result: Any, call: Call, recorder: Recorder, dsl: Dsl, source: str) -> bytes:
+    """The encoded plan of a call that returned ``result``.
+
+    Raises:
+        HostRefusal: kept from a callback, where the DSL swallowed it.
+        Rejection, PlanError: if the call is not a valid answer.
+    """
+    tape = recorder.tape
+    if tape.refusal:
+        raise tape.refusal
+    outputs, tree = check_outputs(result, call, recorder)
+    if not any(isinstance(step, Launch) for step in tape.steps):
+        raise Rejection(
+            "host_error",
+            "solve returned without launching a kernel; every output element must be written by kernels in every call",
+        )
+    plan = tape.plan(outputs, tree, dsl.versions(), hashlib.sha256(source.encode()).hexdigest())
+    validate(plan)
+    return encode(plan)
+
+
+def make_arguments(call: Call, recorder: Recorder) -> list[Any]:
     """``solve``'s arguments: recorded tensors, readable where the host may know their values, and scalars."""
     arguments: list[Any] = []
-    for position, spec in enumerate(request.inputs):
+    for position, spec in enumerate(call.inputs):
         if not isinstance(spec, TensorInput):
             arguments.append(spec.value)
             continue
@@ -117,11 +131,11 @@ def check_solve(module: ModuleType, count: int) -> Callable[..., Any]:
     return solve
 
 
-def check_outputs(result: Any, request: RecordRequest, recorder: Recorder) -> tuple[list[torch.Tensor], OutputTree]:
+def check_outputs(result: Any, call: Call, recorder: Recorder) -> tuple[list[torch.Tensor], OutputTree]:
     """Compare ``solve``'s return value with what the task asks for. Raises Rejection."""
-    wanted = request.outputs
+    wanted = call.outputs
     described = ", ".join(f"{list(spec.shape)} {spec.dtype}" for spec in wanted)
-    if request.returns_tuple:
+    if call.returns_tuple:
         if not isinstance(result, tuple):
             raise Rejection(
                 "host_error", f"solve must return a tuple of {len(wanted)} tensors ({described}), got {kind(result)}"
@@ -136,7 +150,7 @@ def check_outputs(result: Any, request: RecordRequest, recorder: Recorder) -> tu
     for number, (value, spec) in enumerate(zip(values, wanted, strict=True)):
         check_output(value, spec, f"output {number}", recorder)
     leaf = OutputTree("tensor")
-    return values, OutputTree("tuple", tuple(leaf for _ in values)) if request.returns_tuple else leaf
+    return values, OutputTree("tuple", tuple(leaf for _ in values)) if call.returns_tuple else leaf
 
 
 def check_output(value: Any, spec: OutputSpec, name: str, recorder: Recorder) -> None:

@@ -63,6 +63,8 @@ class Region:
 
     address: int
     nbytes: int
+    call: int
+    """Number of the call of ``solve`` that reserved it, from 1; 0 is the import."""
     input: int | None = None
     readable: bool = False
 
@@ -82,18 +84,30 @@ class Descriptor:
 
 
 class Tape:
-    """Everything one recording writes down."""
+    """Everything one recording writes down: the import, then one or more calls of ``solve``.
+
+    Memory and compiled modules outlive a call, as in any process, so what a submission caches keeps working. Each
+    call's plan begins with the steps of the import.
+    """
 
     def __init__(self, dsl: str) -> None:
         self.dsl = dsl
         self.regions: list[Region] = []
         self.steps: list[Step] = []
         self.compiled: list[Compiled] = []
-        self.images: dict[int, int] = {}
         self.descriptors: list[Descriptor] = []
         self.refusal: HostRefusal | None = None
+        self.call = 0
+        self._prologue: list[Step] = []
         self._next = FIRST_ADDRESS
         self._starts: list[int] = []
+
+    def begin_call(self) -> None:
+        """What follows belongs to the next call of ``solve``."""
+        if self.call == 0:
+            self._prologue = self.steps
+        self.call += 1
+        self.steps = list(self._prologue)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -119,18 +133,26 @@ class Tape:
         self._next += size + ALIGNMENT
         if data:
             ctypes.memmove(address, data, len(data))
-        self.regions.append(Region(address, nbytes, input, data is not None))
+        self.regions.append(Region(address, nbytes, self.call, input, data is not None))
         self._starts.append(address)
         return len(self.regions) - 1
 
     def locate(self, address: int, slack: int = 0) -> tuple[int, int] | None:
-        """(buffer, byte offset) of an address inside a buffer (or up to ``slack`` bytes past its end), or None."""
+        """(buffer, byte offset) of an address inside a buffer (or up to ``slack`` bytes past its end), or None.
+
+        Raises:
+            HostRefusal: for an input of an earlier call.
+        """
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
             return None
         region = self.regions[index]
         offset = address - region.address
-        return (index, offset) if offset < max(region.nbytes, 1) + slack else None
+        if offset >= max(region.nbytes, 1) + slack:
+            return None
+        if region.input is not None and region.call != self.call:
+            raise HostRefusal(f"solve uses input {region.input} of an earlier call; every call has inputs of its own")
+        return index, offset
 
     def view(self, tensor: torch.Tensor) -> TensorView:
         """Where a tensor over reserved memory lies.
@@ -195,9 +217,8 @@ class Tape:
         programmatic: bool = False,
     ) -> None:
         """Append a launch; ``params`` are the raw bytes, in which pointers and tensor maps are found here."""
-        number = self.images.setdefault(module, len(self.images))
         packed = tuple(self._param(raw) for raw in params)
-        self.add(Launch(number, kernel, grid, block, packed, cluster, shared_bytes, cooperative, programmatic))
+        self.add(Launch(module, kernel, grid, block, packed, cluster, shared_bytes, cooperative, programmatic))
 
     def _param(self, raw: bytes) -> Param:
         data = bytearray(raw)
@@ -233,30 +254,38 @@ class Tape:
     def plan(
         self, outputs: list[torch.Tensor], tree: OutputTree, toolchain: dict[str, str], source_sha256: str
     ) -> LaunchPlan:
-        """The finished plan, without the buffers and uploads that nothing uses."""
+        """The plan of the current call, without the buffers and uploads that nothing uses."""
         views = [self.view(tensor) for tensor in outputs]
-        used = {view.buffer for view in views} | {
-            i for i, region in enumerate(self.regions) if region.input is not None
-        }
+        inputs = {i for i, region in enumerate(self.regions) if region.input is not None and region.call == self.call}
+        used = {view.buffer for view in views} | inputs
         steps: list[Step] = []
         for step in reversed(self.steps):
             if isinstance(step, Upload) and step.target.buffer not in used:
                 continue
             steps.append(step)
             used |= buffers_of(step)
+        uploaded = {step.target.buffer for step in steps if isinstance(step, Upload)}
+        steps += [self._constant(i) for i in sorted(used - inputs - uploaded) if self.regions[i].readable]
+        modules = sorted({step.image for step in steps if isinstance(step, Launch)})
         order = {old: new for new, old in enumerate(sorted(used))}
         return LaunchPlan(
             version=1,
             dsl=self.dsl,
             target=ARCH,
             buffers=tuple(Buffer(self.regions[i].nbytes, self.regions[i].input) for i in sorted(used)),
-            images=tuple(self._image(module) for module in self.images),
-            steps=tuple(renumber(step, order) for step in reversed(steps)),
+            images=tuple(self._image(module) for module in modules),
+            steps=tuple(renumber(step, order, modules) for step in reversed(steps)),
             outputs=tuple(_moved(view, order) for view in views),
             output_tree=tree,
             toolchain=toolchain,
             source_sha256=source_sha256,
         )
+
+    def _constant(self, buffer: int) -> Upload:
+        """The upload of a constant that an earlier call made and this one still uses."""
+        region = self.regions[buffer]
+        view = TensorView(buffer, 0, (region.nbytes,), (1,), "uint8")
+        return Upload(view, ctypes.string_at(region.address, region.nbytes))
 
     def _image(self, module: int) -> Image:
         compiled = self.compiled[module]
@@ -283,13 +312,13 @@ def _moved(place: Any, order: dict[int, int]) -> Any:
     return replace(place, buffer=order[place.buffer])
 
 
-def renumber(step: Step, order: dict[int, int]) -> Step:
-    """The step with its buffers renumbered by ``order``."""
+def renumber(step: Step, order: dict[int, int], modules: list[int]) -> Step:
+    """The step with its buffers renumbered by ``order``, and its image by its place in ``modules``."""
     if isinstance(step, Launch):
         params = tuple(
             Param(p.data, tuple(_moved(x, order) for x in p.pointers), tuple(_moved(x, order) for x in p.tensor_maps))
             for p in step.params
         )
-        return replace(step, params=params)
+        return replace(step, image=modules.index(step.image), params=params)
     moved: Fill | Upload | Copy = replace(step, target=_moved(step.target, order))
     return replace(moved, source=_moved(moved.source, order)) if isinstance(moved, Copy) else moved

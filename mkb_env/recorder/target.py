@@ -33,8 +33,8 @@ ATTRIBUTES = {
 }  # fmt: skip
 """Attribute number -> value, as read from an H200 under driver 580 (without its PCI place)."""
 
-MAX_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16, 16: 8}
-"""Clusters of that many blocks which fit at one block per SM (``cuOccupancyMaxActiveClusters``)."""
+MAX_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
+"""Clusters of that many blocks which fit at one block per SM, as ``cuOccupancyMaxActiveClusters`` says on an H200."""
 
 
 def max_active_clusters(size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mkb_env.plan import LaunchPlan, decode
 from mkb_env.recorder.client import RecorderClient
-from mkb_env.recorder.protocol import Failure, Input, Limits, OutputSpec, Recording, RecordRequest, TensorInput
+from mkb_env.recorder.protocol import Call, Failure, Input, Limits, OutputSpec, Recording, RecordRequest, TensorInput
 
 ROWS = 4
 INPUTS: tuple[Input, ...] = (TensorInput((ROWS, 128), "bfloat16"),)
@@ -78,7 +78,8 @@ def record(
     **limits: float,
 ) -> Recording:
     """Record on this run's server."""
-    request = RecordRequest(source, dsl, inputs, outputs, len(outputs) > 1, Limits(**limits))  # type: ignore[arg-type]
+    call = Call(inputs, outputs, len(outputs) > 1)
+    request = RecordRequest(source, dsl, (call,), Limits(**limits))  # type: ignore[arg-type]
     return RecorderClient().record(request)
 
 
@@ -88,8 +89,8 @@ def plan_of(
     """The plan of a submission that must give one."""
     recording = record(source, dsl, inputs, outputs)
     assert recording.failure is None, recording
-    assert recording.plan is not None
-    return decode(recording.plan)
+    (plan,) = recording.plans
+    return decode(plan)
 
 
 def failure_of(source: str, dsl: str, inputs: tuple[Input, ...] = INPUTS, **limits: float) -> Failure:
