@@ -37,7 +37,7 @@ READ = ACCESS_EXECUTE | ACCESS_READ_FILE | ACCESS_READ_DIR
 NET_ACCESS = 0b11  # bind and connect over TCP, from ABI 4 on
 SCOPES = 0b11  # abstract Unix sockets and signals, from ABI 6 on
 PR_SET_NO_NEW_PRIVS = 38
-PR_SET_DUMPABLE = 4
+CAPABILITY_VERSION = 0x20080522
 
 MAX_FILE_BYTES = 256 << 20
 MAX_OPEN_FILES = 256
@@ -53,6 +53,7 @@ def confine(memory_bytes: int, scratch: Path) -> tuple[str, ...]:
         scratch: the one folder it may write to.
     """
     layers = [*_limit_resources(memory_bytes), *_isolate(), *_restrict_files(scratch)]
+    _drop_capabilities()
     return tuple(layers)
 
 
@@ -91,6 +92,13 @@ def _isolate() -> list[str]:
         return ["network"]
     _map_user(uid, gid)
     return ["network", "processes"]
+
+
+def _drop_capabilities() -> None:
+    """Give up what a user namespace (or root) grants: nothing here needs it."""
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header = struct.pack("=II", CAPABILITY_VERSION, 0)
+    libc.capset(header, bytes(24))
 
 
 def _map_user(uid: int, gid: int) -> None:

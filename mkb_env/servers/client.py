@@ -26,6 +26,7 @@ from mkb_env.servers.wire import (
     send_frame,
     send_header,
     short_address,
+    token,
 )
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "MKB_RUNTIME_DIR", "MKB_IDLE_SECONDS",
@@ -93,7 +94,9 @@ class ServerClient:
         for attempt in (0, 1):  # a server may end by idleness between our connect and its accept: once more then
             control = self._connect()
             try:
-                return self._converse(control, payload, Header(seconds, memory_bytes), on_progress, started)
+                return self._converse(
+                    control, payload, Header(seconds, memory_bytes, token=token()), on_progress, started
+                )
             except ConnectionEnded:
                 if attempt:
                     raise ServerError(
@@ -196,7 +199,7 @@ def stop(path: Path) -> bool:
         path.unlink(missing_ok=True)
         return False
     with connection:
-        send_header(connection, Header(seconds=0, stop=True), None)
+        send_header(connection, Header(seconds=0, stop=True, token=token()), None)
     return True
 
 

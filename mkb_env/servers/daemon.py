@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from pathlib import Path
 
-from mkb_env.servers.wire import short_address
+from mkb_env.servers.wire import Header, short_address, token_digest
+
+
+def authorised(header: Header, digest: bytes) -> bool:
+    """Whether the header's token has this digest."""
+    return hmac.compare_digest(token_digest(header.token), digest)
 
 
 def listen(path: str) -> socket.socket:

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from mkb_env.servers.daemon import idle_seconds, listen
-from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame
+from mkb_env.servers.daemon import authorised, idle_seconds, listen
+from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame, token, token_digest
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWPID = 0x20000000
@@ -85,6 +85,7 @@ class ForkingServer:
     def __init__(self, service: ModuleType, listener: socket.socket, workers: int) -> None:
         self.service, self.listener, self.workers = service, listener, workers
         self.jobs: dict[int, Job] = {}
+        self.digest = token_digest(token())
         self.selector = selectors.DefaultSelector()
         self.stopping = False
 
@@ -146,8 +147,8 @@ class ForkingServer:
         except Exception:
             control.close()
             return
-        if header.stop or data is None:
-            self.stopping = self.stopping or header.stop
+        if header.stop or data is None or not authorised(header, self.digest):
+            self.stopping = self.stopping or (header.stop and authorised(header, self.digest))
             control.close()
             return
         read, write = os.pipe()

@@ -14,12 +14,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mkb_env.servers.daemon import idle_seconds, listen
-from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame
+from mkb_env.servers.daemon import authorised, idle_seconds, listen
+from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame, token, token_digest
 
 
 def serve(worker: Any, listener: socket.socket) -> None:
     """Take jobs until asked to stop or idle for too long."""
+    digest = token_digest(token())
     listener.settimeout(idle_seconds())
     while True:
         try:
@@ -31,6 +32,8 @@ def serve(worker: Any, listener: socket.socket) -> None:
             try:
                 header, data = receive_header(control)
             except (OSError, EOFError, ValueError):
+                continue
+            if not authorised(header, digest):
                 continue
             if header.stop:
                 return

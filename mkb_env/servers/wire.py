@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import hashlib
 import os
+import secrets
 import socket
 import stat
 import sys
@@ -34,6 +35,9 @@ class Header(msgspec.Struct, frozen=True):
     """Private memory the job may add, 0 for no limit."""
     stop: bool = False
     """Ask the server to end instead."""
+    token: str = ""
+    """Proof that the client may read the runtime folder, which a confined job may not (it may connect, though: no
+    sandbox used here keeps a process from a socket that has a path)."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -107,6 +111,22 @@ def receive_header(control: socket.socket) -> tuple[Header, socket.socket | None
             descriptors.frombytes(data[: len(data) - len(data) % 4])
     header = msgspec.msgpack.decode(first[4:], type=Header)
     return header, socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def token() -> str:
+    """The secret of this user's runtime folder; made on first use."""
+    path = runtime_folder() / "token"
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        pass
+    return path.read_text()
+
+
+def token_digest(text: str) -> bytes:
+    """What a server keeps of the token: its children inherit its memory."""
+    return hashlib.sha256(text.encode()).digest()
 
 
 @contextmanager

@@ -34,6 +34,16 @@ HOST = {
         "Permission denied",
         "return (root",
     ),
+    "token of the servers": (
+        "    import os\n    open(os.environ['MKB_RUNTIME_DIR'] + '/token').read()",
+        "Permission denied",
+        "open(os.environ",
+    ),
+    "capabilities": (
+        "    raise ValueError([line for line in open('/proc/self/status') if line.startswith('CapEff')])",
+        "CapEff:\\t0000000000000000",
+        "raise ValueError",
+    ),
     "network": ("    import urllib.request as r\n    r.urlopen('http://127.0.0.1:9')", "urlopen error", "r.urlopen"),
     "other processes": ("    open('/proc/1/environ').read()", "Permission denied", "open('/proc/1/environ')"),
     "clock": (

@@ -16,7 +16,7 @@ import pytest
 
 from mkb_env.servers import client as client_module
 from mkb_env.servers.client import ServerClient, ServerError, stop, stop_all
-from mkb_env.servers.wire import runtime_folder, short_address
+from mkb_env.servers.wire import Header, runtime_folder, send_header, short_address
 
 
 @pytest.fixture
@@ -158,3 +158,16 @@ def test_open_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MKB_RUNTIME_DIR", str(folder))
     with pytest.raises(PermissionError, match="mode 0700"):
         runtime_folder()
+
+
+def test_without_the_token_nothing_is_done(server: ServerClient) -> None:
+    """A confined submission can connect to a socket that has a path, but cannot read the token beside it."""
+    server.call(b"hello", seconds=10)
+    for header in (Header(5, token="guess"), Header(0, stop=True, token="guess"), Header(0, stop=True)):
+        ours, theirs = socket.socketpair()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control, ours, theirs:
+            with short_address(server.socket_path) as address:
+                control.connect(address)
+            send_header(control, header, None if header.stop else theirs)
+            assert control.recv(1) == b"", "the server hangs up"
+    assert server.running() and server.call(b"hello", seconds=10).result is not None
