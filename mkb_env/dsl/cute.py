@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +36,13 @@ CALL_ERRORS = r"^error\[CALL_"
 _tape: Tape | None = None
 
 
-def _site() -> Path:
-    return Path(sysconfig.get_paths()["purelib"])
-
-
 def preload() -> None:
     """Import the DSL with its launches intercepted."""
     from mkb_env.recorder.sink import CUTE_LIBRARY
     from mkb_env.recorder.target import ARCH
 
-    runtime = _site() / "nvidia_cutlass_dsl" / "cu13" / "lib" / "libcute_dsl_runtime.so"
+    libraries = importlib.metadata.distribution("nvidia-cutlass-dsl-libs-cu13")
+    runtime = libraries.locate_file("nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so")
     os.environ.update(
         CUTE_DSL_ARCH=ARCH,
         CUTE_DSL_KEEP="ptx,cubin",

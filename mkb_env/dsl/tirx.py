@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
-import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,29 @@ _tape: Tape | None = None
 _libraries: list[ctypes.CDLL] = []
 
 
+def cuda_headers() -> Path:
+    """The CUDA folder whose headers NVRTC reads: that of the wheels, else an installed toolkit's.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    candidates = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        candidates.insert(0, str(importlib.metadata.distribution("nvidia-cuda-cccl").locate_file("nvidia/cu13")))
+    for candidate in candidates:
+        if candidate and (Path(candidate) / "include" / "cccl" / "cuda" / "std" / "cstdint").exists():
+            return Path(candidate)
+    raise FileNotFoundError(
+        "TIRx needs the CUDA 13 headers: pip install 'nvidia-cuda-cccl>=13' 'nvidia-cuda-runtime>=13', or set CUDA_PATH"
+    )
+
+
 def preload() -> None:
     """Import TVM over the stand-in CUDA libraries and take over its CUDA compilation."""
     from mkb_env.recorder.sink import TVM_LIBRARIES
     from mkb_env.recorder.target import ARCH
 
-    toolkit = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
+    toolkit = cuda_headers()
     os.environ["CUDA_PATH"] = str(toolkit)
     os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"-I{toolkit / 'include' / 'cccl'}"
     # loaded before TVM, under the SONAMEs it links: its calls come to us
