@@ -10,7 +10,7 @@ from mkb_env.dsl import NAMES, get
 from mkb_env.legality import check
 from mkb_env.plan import decode
 from mkb_env.recorder.client import RecorderClient
-from mkb_env.recorder.protocol import OutputSpec, RecordRequest, TensorInput
+from mkb_env.recorder.protocol import Call, OutputSpec, RecordRequest, TensorInput
 
 
 def example(dsl: str) -> str:
@@ -29,11 +29,8 @@ def test_example_is_legal_and_records(dsl: str) -> None:
     source = example(dsl)
     assert check(source, dsl, ("x",)) is None
     shape = (4, 1024)
-    request = RecordRequest(
-        source, dsl, (TensorInput(shape, "bfloat16"),), (OutputSpec(shape, "bfloat16"),), returns_tuple=False
-    )
-    recording = RecorderClient().record(request)
+    call = Call((TensorInput(shape, "bfloat16"),), (OutputSpec(shape, "bfloat16"),), returns_tuple=False)
+    recording = RecorderClient().record(RecordRequest(source, dsl, (call,)))
     assert recording.failure is None
-    assert recording.plan is not None
-    (launch,) = decode(recording.plan).launches
+    (launch,) = decode(recording.plans[0]).launches
     assert (launch.grid, launch.block) == ((4, 1, 1), (128, 1, 1))
