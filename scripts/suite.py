@@ -31,6 +31,7 @@ from mkb_env.plan import decode, encode  # noqa: E402
 from mkb_env.problems import find  # noqa: E402
 
 HELDOUT_SHAPES = 2
+WORKLOADS = ("small", "heldout", "full")
 KERNEL = "kernel"
 CAUGHT = ("incorrect", "launch_error")
 
@@ -88,10 +89,12 @@ def load(folder: Path) -> list[Entry]:
     return msgspec.json.decode((folder / "index.json").read_bytes(), type=list[Entry])
 
 
-def replay(folder: Path, device: str, repeat: int, timing: bool) -> int:
-    """Judge all plans; the number of surprises."""
+def replay(folder: Path, device: str, repeat: int, timing: bool, workloads: list[str], only: str) -> int:
+    """Judge the plans of ``workloads``; the number of surprises. ``only``: ``kernel`` or ``fault``, else both."""
     judge, surprises = Judge(device), 0
-    entries = load(folder)
+    entries = [
+        e for e in load(folder) if e.workload in workloads and only in ("", "fault" if e.fault != KERNEL else KERNEL)
+    ]
     for slug, dsl, fault in dict.fromkeys((e.problem, e.dsl, e.fault) for e in entries):
         results = []
         for entry in (e for e in entries if (e.problem, e.dsl, e.fault) == (slug, dsl, fault)):
@@ -154,14 +157,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path, nargs="?", help="folder of the fixtures")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--workload", action="append", help="record: full, small, heldout (default: all)")
+    parser.add_argument(
+        "--workload", action="append", choices=WORKLOADS, help="default: all; full takes long on the simulator"
+    )
+    parser.add_argument("--only", choices=[KERNEL, "fault"], default="", help="replay: kernels or faults alone")
     parser.add_argument("--repeat", type=int, default=1, help="verdicts per unchanged kernel and shape")
     parser.add_argument("--no-timing", action="store_true")
     options = parser.parse_args()
+    workloads = options.workload or list(WORKLOADS)
     if options.action == "record":
-        record(options.folder, options.workload or ["small", "heldout", "full"])
+        record(options.folder, workloads)
     elif options.action == "replay":
-        surprises = replay(options.folder, options.device, options.repeat, not options.no_timing)
+        surprises = replay(
+            options.folder, options.device, options.repeat, not options.no_timing, workloads, options.only
+        )
         print(f"{surprises} surprises", file=sys.stderr)
         sys.exit(bool(surprises))
     else:

@@ -17,7 +17,7 @@ class Mutant:
     old: str
     new: str
     race: bool = False
-    """A missing barrier: wrong only where warps drift apart; a device that runs them in lockstep does not show it."""
+    """A missing barrier: wrong only where warps drift apart, so not in the simulator's first run of a plan."""
 
     def apply(self, source: str) -> str:
         """The faulty source.

@@ -48,12 +48,32 @@ def test_shared_memory_out_of_bounds() -> None:
 
 
 def test_an_endless_loop_is_a_timeout_by_budget_and_by_clock() -> None:
-    source = 'extern "C" __global__ void k(volatile int* o) { if (threadIdx.x < 3) while (o[0] == 0) {} }'
+    source = 'extern "C" __global__ void k(volatile int* o) { if (threadIdx.x < 3) while (o[0] >= 0) o[0] = 1; }'
     fault = fault_of(lambda: run_cuda(source, ints(1), block=64, device=SimulatorDevice(block_budget=5000)))
     assert fault.stage == "timeout" and "limit of 5000 executed blocks" in fault.message
     assert "3 threads, among them thread (0, 0, 0)" in fault.message and "k did not end" in fault.message
     fault = fault_of(lambda: run_cuda(source, ints(1), block=64, device=SimulatorDevice(time_limit=0.2)))
     assert fault.stage == "timeout" and "time limit" in fault.message
+
+
+def test_a_loop_that_changes_nothing_ends_at_once() -> None:
+    waits = 'extern "C" __global__ void k(volatile int* o) { if (threadIdx.x < 3) while (o[0] == 0) {} }'
+    halves = """extern "C" __global__ void k(float* o) { float v = threadIdx.x; while (v < 1e30f) v = v * 0.5f - 1.0f;
+        o[0] = v; }"""
+    lock = 'extern "C" __global__ void k(int* o) { while (atomicCAS(o, 0, 1) != 0) {} __syncthreads(); o[0] = 0; }'
+    for source, argument, threads in ((waits, ints(1), 3), (halves, torch.zeros(1), 64), (lock, ints(1), 63)):
+        device = SimulatorDevice(block_budget=5000)
+        fault = fault_of(lambda s=source, a=argument, d=device: run_cuda(s, a, block=64, device=d))
+        assert fault.stage == "timeout" and "k never ends" in fault.message and "PTX lines" in fault.message
+        assert f"{threads} threads, among them thread (" in fault.message
+
+
+def test_a_loop_that_reads_the_clock_may_end() -> None:
+    source = """extern "C" __global__ void k(int* o) { long long start = clock64();
+        while (clock64() - start < 100000) {} o[threadIdx.x] = 5; }"""
+    out = ints(32)
+    run_cuda(source, out)
+    assert out.tolist() == [5] * 32
 
 
 def test_a_barrier_that_some_threads_never_reach() -> None:

@@ -66,7 +66,7 @@ def test_generic_addresses_reach_every_space_at_once() -> None:
         s[t] = 1000 + t; for (int i = 0; i < 4; i++) l[i] = 2000 + t * i; __syncthreads();
         volatile int* p = t % 3 == 0 ? (volatile int*)&s[63 - t]
             : t % 3 == 1 ? (volatile int*)&l[t & 3] : (volatile int*)&g[t & 3];
-        int v = *p; *p = v + 5; __syncthreads(); o[t] = v + c[t & 3] + *p * 10000; }"""
+        int v = *p; __syncthreads(); *p = v + 5; __syncthreads(); o[t] = v + c[t & 3] + *p * 10000; }"""
     out = ints(64)
     run_cuda(source, out, block=64)
     g, s = [1, 2, 3] + [0] * 61, [1000 + t for t in range(64)]

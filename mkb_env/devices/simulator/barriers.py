@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mkb_env.devices.simulator.machine import Runner
 
 Array = NDArray[Any]
+CLUSTER = 1 << 16
+"""Number of the cluster's barrier; a block's own are 0 to 15."""
 
 
 @dataclass
@@ -49,8 +51,8 @@ class Barrier:
 def decode(instruction: Instruction, program: Program) -> Callable[[Runner, Frame], Frame | None]:
     """The terminator for a barrier instruction."""
     parts = instruction.parts
-    if "cluster" in parts:
-        return _next
+    if "cluster" in parts:  # of one block; to wait for all to wait is stricter than the ISA, and the same for most
+        return _next if "arrive" in parts else _cluster_wait(instruction)
     if "warp" in parts:
         return _next  # the machine has gathered the warp where it matters: blocks begin at every barrier
     if instruction.guard is not None:
@@ -71,6 +73,11 @@ def _next(runner: Runner, frame: Frame) -> Frame:
     return frame
 
 
+def _cluster_wait(instruction: Instruction) -> Callable[[Runner, Frame], Frame | None]:
+    number = np.array([CLUSTER], np.uint32)
+    return lambda runner, frame: _sync(runner, frame, instruction, lambda _: number, None, None, None)
+
+
 def _barrier(runner: Runner, number: int) -> Barrier:
     chunk = runner.chunk
     if number not in chunk.barriers:
@@ -89,6 +96,7 @@ def _each(runner: Runner, frame: Frame, number: Reader) -> list[tuple[int, Frame
 
 def _note(runner: Runner, frame: Frame, barrier: Barrier, count: Reader | None) -> None:
     chunk = runner.chunk
+    chunk.writes += 1
     ctas = chunk.cta_of(frame)
     barrier.arrived += np.bincount(ctas, minlength=chunk.ctas)
     if count is not None:

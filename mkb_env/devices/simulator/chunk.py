@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mkb_env.devices.base import POISON_BYTE, DeviceFault
-from mkb_env.devices.simulator.frame import Frame, count_warps
+from mkb_env.devices.simulator.frame import Frame
 from mkb_env.devices.simulator.memory import UINT, GlobalMemory
 from mkb_env.devices.simulator.program import SHARED_BASE, Program
+from mkb_env.devices.simulator.schedule import Schedule
 from mkb_env.devices.simulator.traffic import Traffic
 
 Array = NDArray[Any]
@@ -37,6 +38,8 @@ class LaunchContext:
     """``time.monotonic()`` after which a run counts as endless."""
     block_budget: int
     """Basic blocks that may still be executed."""
+    schedule: Schedule = field(default_factory=Schedule)
+    cooperative: bool = False
     executed_blocks: int = 0
     block_warps: list[int] = field(default_factory=list)
     """Per basic block: how many warps executed it."""
@@ -66,7 +69,6 @@ class Chunk:
         self.padded = self.pitch != self.threads
         if self.padded:
             lanes = lanes[lanes % self.pitch < self.threads]
-        self.warps = count_warps(lanes)
         self.alive = np.full(ctas, self.threads)
         self.alive_total = len(lanes)
         self.exited = np.zeros(self.slots, bool)
@@ -77,7 +79,20 @@ class Chunk:
         self._views: dict[tuple[str, int, int], Array] = {}
         self.barriers: dict[int, Any] = {}
         self._zeros: dict[int, Array] = {}
-        self.root = Frame(self, lanes, [None] * launch.program.registers, None, None, 0)
+        self.writes = 0
+        """Counts what one frame did that another may wait for: writes to memory, arrivals at barriers."""
+        self.roots = self._roots(lanes)
+
+    def _roots(self, lanes: Array) -> list[Frame]:
+        """A frame for each group of the schedule."""
+        launch, warps = self.launch, self.pitch // 32
+        if launch.schedule.groups(warps, launch.cooperative) == 1:
+            parts = [lanes]
+        else:
+            rank = launch.schedule.ranks(warps, self.first, self.ctas, launch.cooperative).reshape(-1)[lanes >> 5]
+            parts = [lanes[rank == number] for number in np.unique(rank)]
+        registers = launch.program.registers
+        return [Frame(self, part, [None] * registers, None, None, 0, number) for number, part in enumerate(parts)]
 
     def data(self, space: str, element: int, count: int) -> Array:
         """Shared or local memory of the whole chunk, as :meth:`Region.view`. Starts as poison."""
@@ -203,8 +218,3 @@ class Chunk:
 
 def _unravel(linear: int, size: Dim3) -> Dim3:
     return linear % size[0], linear // size[0] % size[1], linear // (size[0] * size[1])
-
-
-def now() -> float:
-    """The clock of deadlines."""
-    return time.monotonic()

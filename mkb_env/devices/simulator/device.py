@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -41,9 +42,11 @@ from mkb_env.devices.simulator.parser import (
     parse_operands,
 )
 from mkb_env.devices.simulator.program import build
+from mkb_env.devices.simulator.schedule import Schedule
 from mkb_env.plan import Copy, Fill, Launch, LaunchPlan, TensorView, Upload
 
 MAX_SHARED_PER_BLOCK = 232448
+_REQUIRED_CLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+(?:\s*,\s*\d+)*)")
 
 
 class SimulatorDevice:
@@ -56,7 +59,7 @@ class SimulatorDevice:
     simulated = True
     torch_device = torch.device("cpu")
 
-    def __init__(self, time_limit: float = 120.0, block_budget: int = 20_000_000, target: str = "sm_90a") -> None:
+    def __init__(self, time_limit: float = 30.0, block_budget: int = 20_000_000, target: str = "sm_90a") -> None:
         self.name = f"simulator ({target})"
         self.time_limit, self.block_budget, self.target = time_limit, block_budget, target
 
@@ -138,6 +141,7 @@ class SimulatedPlan:
         self.device, self.plan = device, plan
         self.images = [ImageCode(image.ptx, number) for number, image in enumerate(plan.images)]
         self.estimate: float | None = None
+        self.runs, self.seed = 0, random.randrange(1 << 30)
         self.kernels = tuple(self._check(launch) for launch in plan.launches)
 
     def _check(self, launch: Launch) -> KernelInfo:
@@ -149,6 +153,16 @@ class SimulatedPlan:
             raise DeviceFault(
                 "launch_error",
                 f"kernel {launch.kernel} takes parameters of {wanted} bytes, the launch gives {sizes}",
+                launch.kernel,
+            )
+        cluster: tuple[int, ...] = launch.cluster
+        if math.prod(cluster) == 1 and (required := _REQUIRED_CLUSTER.search(program.directives)):
+            cluster = tuple(int(number) for number in required[1].split(","))
+        if math.prod(cluster) > 1:
+            raise DeviceFault(
+                "unsupported",
+                f"kernel {launch.kernel} runs in clusters of {' x '.join(map(str, cluster))} blocks; the simulator has "
+                "clusters of one block only: launch it without clusters, or judge it on a GPU",
                 launch.kernel,
             )
         shared = program.static_shared + launch.shared_bytes
@@ -220,8 +234,10 @@ class SimulatedRun:
                 tensor.fill_(POISON_BYTE)
 
     def run(self) -> None:
-        """Run all steps once. Raises DeviceFault."""
+        """Run all steps once: in lockstep in the plan's first run, with drifting warps later. Raises DeviceFault."""
         deadline = time.monotonic() + self.loaded.device.time_limit
+        self.schedule = Schedule(self.loaded.runs, self.loaded.seed)
+        self.loaded.runs += 1
         total = 0.0
         for step in self.plan.steps:
             if isinstance(step, Launch):
@@ -259,9 +275,11 @@ class SimulatedRun:
             cluster=step.cluster,
             dynamic_shared=step.shared_bytes,
             deadline=deadline,
+            schedule=self.schedule,
+            cooperative=step.cooperative,
             block_budget=self.loaded.device.block_budget,
         )
-        run_launch(launch, code, step.cooperative)
+        run_launch(launch, code)
         registers = self.plan.images[step.image].registers.get(step.kernel)
         return timing.launch_us(launch, code.program, registers)
 

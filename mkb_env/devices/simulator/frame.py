@@ -33,15 +33,24 @@ class Frame:
 
     ``lanes`` holds their slots in the chunk, ascending (slot = block in chunk x padded threads + thread).
     ``index`` holds their positions in the parent. ``registers[i]`` is None where the parent's value is meant.
+    ``group`` is the schedule's: only frames of one group meet. ``stalled`` counts the chunk's writes when the frame was
+    found to wait for another one.
     """
 
     __slots__ = (
-        "cache", "chunk", "depth", "index", "lanes", "n", "parent", "pc", "registers", "stamp", "wait", "warps",
-        "written",
+        "cache", "chunk", "depth", "group", "index", "lanes", "n", "parent", "pc", "registers", "stalled", "stamp",
+        "wait", "warps", "written",
     )  # fmt: skip
 
     def __init__(
-        self, chunk: Chunk, lanes: Array, registers: list[Any], parent: Frame | None, index: Array | None, pc: int
+        self,
+        chunk: Chunk,
+        lanes: Array,
+        registers: list[Any],
+        parent: Frame | None,
+        index: Array | None,
+        pc: int,
+        group: int,
     ) -> None:
         self.chunk, self.lanes, self.registers, self.parent, self.index = chunk, lanes, registers, parent, index
         self.n, self.pc = len(lanes), pc
@@ -50,7 +59,8 @@ class Frame:
         self.depth: int = parent.depth + 1 if parent else 0
         self.stamp = 0
         self.wait: Any = None
-        self.warps = count_warps(lanes) if parent is not None else chunk.warps
+        self.group, self.stalled = group, -1
+        self.warps = count_warps(lanes)
 
     def read(self, register: int) -> Array:
         """The value of a register, fetched from the ancestors where it is not here. Never-written registers are 0."""
@@ -71,7 +81,7 @@ class Frame:
         if self.depth >= MAX_DEPTH and self.parent is not None:
             assert self.index is not None
             parent, index, carried = self.parent, self.index[positions], self.written
-        frame = Frame(self.chunk, self.lanes[positions], [None] * len(self.registers), parent, index, pc)
+        frame = Frame(self.chunk, self.lanes[positions], [None] * len(self.registers), parent, index, pc, self.group)
         if carried:
             for register in carried:
                 value = self.registers[register]
@@ -82,7 +92,9 @@ class Frame:
 
     def part(self, positions: Array) -> Frame:
         """A temporary frame of the lanes at ``positions``, for one instruction."""
-        return Frame(self.chunk, self.lanes[positions], [None] * len(self.registers), self, positions, self.pc)
+        return Frame(
+            self.chunk, self.lanes[positions], [None] * len(self.registers), self, positions, self.pc, self.group
+        )
 
     def special(self, name: str) -> Array:
         """A special register: one element where all lanes agree, else one per lane."""
@@ -145,9 +157,8 @@ def merge(frames: list[Frame], live: int) -> Frame:
     index = None
     if ancestor is not None:
         index = np.concatenate([frame.index for frame in frames])[order]
-    merged = Frame(frames[0].chunk, lanes[order], [None] * len(frames[0].registers), ancestor, index, pc)
-    if ancestor is None:
-        merged.warps = count_warps(merged.lanes)
+    first = frames[0]
+    merged = Frame(first.chunk, lanes[order], [None] * len(first.registers), ancestor, index, pc, first.group)
     for register in written:
         merged.registers[register] = _join([frame.read(register) for frame in frames], frames, order)
     merged.written = written

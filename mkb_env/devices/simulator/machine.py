@@ -1,9 +1,9 @@
 """Runs a launch: chunks of the grid, one basic block at a time, with barriers and reconvergence.
 
-Scheduling: of the frames that can run, the one at the lowest program counter goes first, joined by all frames at the
-same place. Compilers lay code out so that this brings lanes that branched differently back together before the code
-after the branch. A lane that spins for another one would starve it this way, so every FAIRNESS decisions the frame that
-waited longest gets a turn.
+Scheduling: of the frames that can run, those of the schedule's first group go first, and of these the one at the lowest
+program counter, joined by all frames at the same place. Compilers lay code out so that this brings lanes that branched
+differently back together before the code after the branch. A frame that spins for another one is set aside until memory
+changes, or, where that cannot be told, interrupted: every FAIRNESS decisions the frame that waited longest gets a turn.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mkb_env.devices.base import DeviceFault
-from mkb_env.devices.simulator import barriers
+from mkb_env.devices.simulator import barriers, progress
 from mkb_env.devices.simulator.blocks import bits
-from mkb_env.devices.simulator.chunk import Chunk, LaunchContext, now
+from mkb_env.devices.simulator.chunk import Chunk, LaunchContext
 from mkb_env.devices.simulator.decode import Operation, Unsupported, decode, reader
 from mkb_env.devices.simulator.frame import Frame, merge
 from mkb_env.devices.simulator.program import WARP_SYNC, Block, Instruction, Program
@@ -31,7 +31,9 @@ FAIRNESS = 512
 TURN = 64
 """Blocks that a frame may execute in a turn it got out of fairness."""
 SPIN = 2048
-"""Blocks after which the frame at the lowest program counter may be one that waits for another."""
+"""Blocks after which the frame that goes first may be one that waits for another."""
+ACROSS = 16
+"""Every so many turns out of fairness, the frame that waited longest may be one of another group."""
 
 Terminator = Callable[["Runner", Frame], "Frame | None"]
 
@@ -44,6 +46,7 @@ class Code:
         self.operations: list[list[Operation] | None] = [None] * len(program.blocks)
         self.terminators: list[Terminator | None] = [None] * len(program.blocks)
         self.defines: list[tuple[int, ...]] = [()] * len(program.blocks)
+        self.has_clock = progress.has_clock(program)
         self.member_masks: dict[int, Callable[[Frame], Array] | None] = {}
 
     def prepare(self, number: int) -> list[Operation]:
@@ -157,11 +160,12 @@ def _exit(instruction: Instruction) -> Terminator:
     return maybe
 
 
-def run_launch(launch: LaunchContext, code: Code, cooperative: bool) -> None:
+def run_launch(launch: LaunchContext, code: Code) -> None:
     """Run every block of the grid. Raises DeviceFault."""
     pitch = -(-launch.threads // 32) * 32
-    per_chunk = max(1, CHUNK_LANES // pitch)
-    if cooperative:
+    groups = launch.schedule.groups(pitch // 32, launch.cooperative)
+    per_chunk = max(1, groups * CHUNK_LANES // pitch)
+    if launch.cooperative:
         if launch.ctas * pitch > MAX_COOPERATIVE_LANES:
             raise DeviceFault(
                 "launch_error",
@@ -178,7 +182,7 @@ class Runner:
 
     def __init__(self, chunk: Chunk, code: Code) -> None:
         self.chunk, self.code, self.program = chunk, code, code.program
-        self.ready: list[Frame] = [chunk.root]
+        self.ready: list[Frame] = list(chunk.roots)
         self.parked = 0
         """Frames that wait at a barrier."""
         self.clock = 0
@@ -196,45 +200,51 @@ class Runner:
         chunk.alive_total -= frame.n
         chunk.exited[frame.lanes] = True
         for other in self.ready:
-            other.wait = None
+            other.wait, other.stalled = None, -1
         if chunk.barriers:
             barriers.recheck(self)
 
     def run(self) -> None:
         """Run until all lanes have ended. Raises DeviceFault."""
         with np.errstate(all="ignore"):
-            decisions = 0
+            decisions, over = 0, False
             while self.ready:
                 decisions += 1
-                frame = self._pick(decisions % FAIRNESS == 0)
-                limit = min((other.pc for other in self.ready if other.wait is None), default=1 << 62)
+                frame = self._pick(over or decisions % FAIRNESS == 0, over or decisions % (ACROSS * FAIRNESS) == 0)
+                others = [other for other in self.ready if self._able(other)]
+                limit = min((other.pc for other in others if other.group == frame.group), default=1 << 62)
+                turn = SPIN if others else 1 << 62
                 if frame.pc > limit:
-                    self._run_frame(frame, 1 << 62, TURN)
-                elif self._run_frame(frame, limit, SPIN if limit < 1 << 62 else 1 << 62):
-                    decisions = -1  # it may be waiting for another frame: the next turn is the oldest's
+                    limit, turn = 1 << 62, TURN
+                stopped = self._run_frame(frame, limit, turn)
+                over = stopped and not over and turn > TURN  # it may wait for another: the next turn is the oldest's
         if self.chunk.alive_total:
             raise barriers.deadlock(self)
 
-    def _pick(self, oldest: bool) -> Frame:
-        """Take the next frame out of ``ready``, merged with all others at its program counter."""
-        ready = self.ready
-        if len(ready) == 1:
-            frame = ready.pop()
-            if frame.wait is not None:
-                ready.append(frame)
-                raise barriers.deadlock(self)
-            if frame.parent is not None and self.parked == 0:
-                frame.rebase(None, self.program.blocks[frame.pc].live_in)  # the others have exited
-            return frame
-        able = [frame for frame in ready if frame.wait is None]
+    def _able(self, frame: Frame) -> bool:
+        """Whether a frame that is ready may go on."""
+        return frame.wait is None and frame.stalled != self.chunk.writes
+
+    def _pick(self, oldest: bool, across: bool) -> Frame:
+        """Take the next frame out of ``ready``, merged with all others of its group at its program counter."""
+        able = [frame for frame in self.ready if self._able(frame)]
         if not able:
+            for frame in self.ready:
+                if frame.wait is None:
+                    raise progress.endless(frame)
             raise barriers.deadlock(self)
-        chosen = min(able, key=lambda f: f.stamp) if oldest else min(able, key=lambda f: f.pc)
-        same = [frame for frame in ready if frame.pc == chosen.pc]
-        self.ready = [frame for frame in ready if frame.pc != chosen.pc]
+        if not across:
+            first = min(frame.group for frame in able)
+            able = [frame for frame in able if frame.group == first]
+        chosen = min(able, key=lambda frame: frame.stamp if oldest else frame.pc)
+        place = (chosen.group, chosen.pc)
+        same = [frame for frame in self.ready if (frame.group, frame.pc) == place]
+        self.ready = [frame for frame in self.ready if (frame.group, frame.pc) != place]
         if len(same) > 1:
             chosen = merge(same, self.program.blocks[chosen.pc].live_in)
-        chosen.wait = None
+        elif not self.ready and chosen.parent is not None and self.parked == 0:
+            chosen.rebase(None, self.program.blocks[chosen.pc].live_in)  # the others have exited
+        chosen.wait, chosen.stalled = None, -1
         return chosen
 
     def _run_frame(self, start: Frame, limit: int, turn: int) -> bool:
@@ -245,13 +255,19 @@ class Runner:
         code, launch, blocks = self.code, self.chunk.launch, self.program.blocks
         operations, terminators, defines = code.operations, code.terminators, code.defines
         counts = launch.block_warps
-        meeting = {other.pc for other in self.ready if other.wait is not None}
+        meeting = {other.pc for other in self.ready if other.group == start.group and not self._able(other)}
+        watch = None if code.has_clock else progress.Watch(self.program)
         frame: Frame | None = start
         executed = 0
         while frame is not None:
             pc = frame.pc
             if pc >= limit or pc in meeting or executed >= turn:
                 frame.stamp = self.clock
+                self.ready.append(frame)
+                break
+            if executed >= progress.FIRST and watch is not None and watch.repeats(frame, executed):
+                frame.stamp, frame.stalled = self.clock, self.chunk.writes
+                frame.cache["loop"] = watch.low, watch.high
                 self.ready.append(frame)
                 break
             body = operations[pc]
@@ -276,7 +292,7 @@ class Runner:
             executed += 1
             launch.executed_blocks += 1
             if executed & 127 == 0:
-                self._check_budget(frame)
+                progress.check_budget(self.chunk, frame)
             terminator = terminators[pc]
             following: Frame | None = frame
             if terminator is None:
@@ -288,7 +304,7 @@ class Runner:
             frame = following
         self.clock += 1
         if self.clock & 63 == 0:
-            self._check_budget(start)
+            progress.check_budget(self.chunk, start)
         return executed >= turn
 
     def _failure(self, number: int, error: Exception) -> DeviceFault:
@@ -298,25 +314,6 @@ class Runner:
         if isinstance(error, Unsupported):
             return DeviceFault("unsupported", f"{instruction.opcode}: not simulated: {error}\n  {where}", name)
         return DeviceFault("infra_error", f"the simulator failed with {error!r}\n  {where}", name)
-
-    def _check_budget(self, frame: Frame) -> None:
-        launch = self.chunk.launch
-        late = now() > launch.deadline
-        if not late and launch.executed_blocks <= launch.block_budget:
-            return
-        counts, blocks, instructions = launch.block_warps, self.program.blocks, self.program.instructions
-        most = max(counts, default=0)
-        hot = [block for block, count in zip(blocks, counts, strict=True) if 2 * count >= most]
-        lines = [instructions[block.begin].line for block in hot] + [instructions[block.end - 1].line for block in hot]
-        reason = "the time limit of the simulator" if late else f"the limit of {launch.block_budget} executed blocks"
-        raise DeviceFault(
-            "timeout",
-            f"kernel {self.program.name} did not end within {reason}: {frame.n} threads, among them "
-            f"{self.chunk.describe(int(frame.lanes[0]))}, still run; "
-            f"most time went to PTX lines {min(lines)} to {max(lines)}. "
-            "Look for a loop whose condition never becomes false, or a wait for something that never happens.",
-            self.program.name,
-        )
 
     def _together(self, frame: Frame, pc: int) -> bool:
         """Whether all lanes that a warp-level instruction names are here; those that must wait become a frame."""

@@ -160,6 +160,8 @@ def locate(frame: Frame, access: Access, addresses: Array) -> list[tuple[Region,
         DeviceFault: for an address that is misaligned or, with the bytes that follow, in no single region.
     """
     memory, total = frame.chunk.memory, access.total
+    if access.kind == "write":
+        frame.chunk.writes += 1
     low, high = int(addresses.min()), int(addresses.max())
     if total > 1 and int(np.bitwise_or.reduce(addresses)) & (total - 1):
         bad = (addresses & np.uint64(total - 1)) != 0
@@ -186,6 +188,8 @@ def locate(frame: Frame, access: Access, addresses: Array) -> list[tuple[Region,
 def offsets(frame: Frame, access: Access, space: str, addresses: Array) -> Array:
     """Byte positions (int64) within the chunk's shared or local memory of lanes' ``addresses``. Raises DeviceFault."""
     chunk, total = frame.chunk, access.total
+    if access.kind == "write":
+        chunk.writes += 1
     size, base = (chunk.shared_bytes, SHARED_BASE) if space == "shared" else (chunk.program.local_bytes, 0)
     at = addresses.astype(np.int64)
     if base:

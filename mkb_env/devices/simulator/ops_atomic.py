@@ -119,29 +119,31 @@ def apply(frame: Frame, access: Access, space: str, addresses: Array, args: list
         return old
     if space == "shared":
         at = offsets(frame, access, "shared", addresses) // access.element
-        return _serve(frame.chunk.data("shared", access.element, 1), at, args, update)
+        return _serve(frame, frame.chunk.data("shared", access.element, 1), at, args, update)
     frame.chunk.launch.traffic.record(access.instruction.line, frame.lanes, addresses, access.total, True)
     total: Array = np.zeros(frame.n, f"u{access.element}")
     for region, lanes in locate(frame, access, addresses):
         inside = addresses if lanes is None else addresses[lanes]
         at = (inside - np.uint64(region.start)).view(np.int64) // access.element
         selected = args if lanes is None else [arg[lanes] for arg in args]
-        result = _serve(region.view(access.element, 1), at, selected, update)
+        result = _serve(frame, region.view(access.element, 1), at, selected, update)
         if lanes is None:
             return result
         total[lanes] = result
     return total
 
 
-def _serve(data: Array, at: Array, args: list[Array], update: Update) -> Array:
-    """Serve lanes in rounds: in round r, the r-th lane of every address."""
+def _serve(frame: Frame, data: Array, at: Array, args: list[Array], update: Update) -> Array:
+    """Serve lanes in rounds: in round r, the r-th lane of every address. Notes a write only if something changes."""
     order = np.argsort(at, kind="stable")
     ordered = at[order]
     new_address = np.concatenate(([True], ordered[1:] != ordered[:-1]))
     starts = np.flatnonzero(new_address)
     if len(starts) == len(at):
         old: Array = data[at]
-        data[at] = update(old, args)
+        new = update(old, args)
+        frame.chunk.writes += not np.array_equal(old, new)
+        data[at] = new
         return old
     rank = np.arange(len(at)) - np.repeat(starts, np.diff(np.append(starts, len(at))))
     by_rank = np.argsort(rank, kind="stable")
@@ -153,5 +155,7 @@ def _serve(data: Array, at: Array, args: list[Array], update: Update) -> Array:
         target = at[now]
         before = data[target]
         served[now] = before
-        data[target] = update(before, [arg[now] for arg in args])
+        after = update(before, [arg[now] for arg in args])
+        frame.chunk.writes += not np.array_equal(before, after)
+        data[target] = after
     return served
