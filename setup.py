@@ -5,10 +5,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOM = "mkb_env/recorder/driver"
-LIBRARIES = {  # extension -> (file name, which is also its SONAME, source, extra link arguments)
-    "cute_runtime": ("libmkb_cute_runtime.so", "cute_runtime.c", []),
-    "cudart": ("libcudart.so.13", "cudart.c", [f"-Wl,--version-script={ROOM}/cudart.map"]),
-    "cuda_driver": ("libcuda.so.1", "cuda_driver.c", []),
+LIBRARIES = {  # extension -> (file name, which is also its SONAME, sources, extra link arguments)
+    "cute_runtime": ("libmkb_cute_runtime.so", ["cute_runtime.c"], []),
+    "cudart": ("libcudart.so.13", ["cudart.c"], [f"-Wl,--version-script={ROOM}/cudart.map"]),
+    "cuda_driver": ("libcuda.so.1", ["cuda_driver.c", "redirect.c"], ["-ldl"]),
 }
 
 
@@ -34,12 +34,12 @@ setup(
     ext_modules=[
         Extension(
             f"mkb_env.recorder.driver.{name}",
-            [f"{ROOM}/{source}"],
+            [f"{ROOM}/{source}" for source in sources],
             depends=[f"{ROOM}/sink.h"],
             extra_compile_args=["-std=c11", "-O2", "-Wall", "-Werror"],
             extra_link_args=[f"-Wl,-soname,{file}", *extra],
         )
-        for name, (file, source, extra) in LIBRARIES.items()
+        for name, (file, sources, extra) in LIBRARIES.items()
     ],
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

@@ -35,6 +35,8 @@ HINTS = (
 )
 CALL_ERRORS = r"when calling:\s"
 
+RUNTIME = "libtvm_runtime_cuda.so"
+
 _tape: Tape | None = None
 _libraries: list[ctypes.CDLL] = []
 
@@ -58,19 +60,20 @@ def cuda_headers() -> Path:
 
 def preload() -> None:
     """Import TVM over the stand-in CUDA libraries and take over its CUDA compilation."""
-    from mkb_env.recorder.sink import TVM_LIBRARIES
+    from mkb_env.recorder.sink import TVM_LIBRARIES, redirect
     from mkb_env.recorder.target import ARCH
 
     toolkit = cuda_headers()
     os.environ["CUDA_PATH"] = str(toolkit)
     os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"-I{toolkit / 'include' / 'cccl'}"
-    # loaded before TVM, under the SONAMEs it links: its calls come to us
+    # loaded before TVM, under the SONAMEs it links: a machine without CUDA has no other libraries of these names
     _libraries.extend(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in TVM_LIBRARIES)
     import tvm_ffi
     from cuda.bindings import nvrtc
     from tvm.script import tirx  # noqa: F401
     from tvm.support import nvcc
 
+    redirect(RUNTIME, _libraries)
     # An NVRTC program compiled for a real architecture holds PTX beside the cubin: one compilation gives both.
     get_cubin = nvrtc.nvrtcGetCUBIN
     texts: list[str] = []

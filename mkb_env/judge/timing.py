@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -220,8 +221,10 @@ def _is_capturable(bench: Bench, inputs: Sequence[draws.Value]) -> bool:
     capturing state.
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch calls the mode a prototype each time; the capture is tried anyway
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         bench.problem.reference(*inputs)
     except torch.OutOfMemoryError:
         raise

@@ -141,6 +141,21 @@ class Sink:
         )
 
 
+def redirect(library: str, libraries: list[ctypes.CDLL]) -> int:
+    """Point the CUDA calls of a loaded library at the stand-ins (see ``driver/redirect.c``); returns how many.
+
+    Raises:
+        OSError: if no loaded library has that file name.
+    """
+    handles = (ctypes.c_void_p * len(libraries))(*(stand_in._handle for stand_in in libraries))
+    count = next(stand_in for stand_in in libraries if hasattr(stand_in, "mkb_redirect")).mkb_redirect(
+        library.encode(), handles, len(libraries)
+    )
+    if not count:
+        raise OSError(f"{library} is not loaded, or calls no CUDA function")
+    return int(count)
+
+
 def launch_attributes(count: int, address: int) -> dict[str, Any]:
     """The launch attributes a plan knows, from an array of ``cudaLaunchAttribute``.
 
