@@ -7,19 +7,10 @@ from simulated import ptx_of
 
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator.blocks import bits, make_blocks
-from mkb_env.devices.simulator.parser import (
-    Address,
-    Group,
-    Imm,
-    Name,
-    Negated,
-    Pair,
-    PtxError,
-    Vector,
-    parse_module,
-    parse_operands,
-)
-from mkb_env.devices.simulator.program import SHARED_BASE, Program, Symbol, build
+from mkb_env.devices.simulator.instructions import SHARED_BASE, Program, Symbol
+from mkb_env.devices.simulator.operands import Address, Group, Imm, Name, Negated, Pair, Vector, parse_operands
+from mkb_env.devices.simulator.parser import PtxError, parse_module
+from mkb_env.devices.simulator.program import build
 
 HEADER = ".version 8.0\n.target sm_90a\n.address_size 64\n"
 

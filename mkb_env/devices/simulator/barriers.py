@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator.decode import Reader, reader, writer
 from mkb_env.devices.simulator.frame import Frame
-from mkb_env.devices.simulator.program import Instruction, Program, Value
+from mkb_env.devices.simulator.instructions import Instruction, Program, Value
 
 if TYPE_CHECKING:
     from mkb_env.devices.simulator.machine import Runner

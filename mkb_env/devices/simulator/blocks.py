@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mkb_env.devices.simulator.program import (
+from mkb_env.devices.simulator.instructions import (
     NO_RESULT,
     TERMINATORS,
     WARP_SYNC,
     Block,
-    Imm,
     Instruction,
     Many,
     Memory,
@@ -17,6 +16,7 @@ from mkb_env.devices.simulator.program import (
     Symbol,
     Value,
 )
+from mkb_env.devices.simulator.operands import Imm
 
 
 def defines_and_uses(instruction: Instruction) -> tuple[list[int], list[int]]:

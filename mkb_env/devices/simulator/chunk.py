@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mkb_env.devices.base import POISON_BYTE, DeviceFault
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import SHARED_BASE, Program
 from mkb_env.devices.simulator.memory import UINT, GlobalMemory
-from mkb_env.devices.simulator.program import SHARED_BASE, Program
 from mkb_env.devices.simulator.schedule import Schedule
 from mkb_env.devices.simulator.traffic import Traffic
 

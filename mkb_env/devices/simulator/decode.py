@@ -16,18 +16,10 @@ from numpy.typing import NDArray
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator.blocks import defines_and_uses
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction, Many, Memory, Not, Register, Special, Symbol, Value
 from mkb_env.devices.simulator.memory import UINT
-from mkb_env.devices.simulator.parser import TYPE_BYTES, Imm
-from mkb_env.devices.simulator.program import (
-    Instruction,
-    Many,
-    Memory,
-    Not,
-    Register,
-    Special,
-    Symbol,
-    Value,
-)
+from mkb_env.devices.simulator.operands import Imm
+from mkb_env.devices.simulator.parser import TYPE_BYTES
 
 Array = NDArray[Any]
 Operation = Callable[[Frame], None]

@@ -31,16 +31,8 @@ from mkb_env.devices.simulator.blocks import make_blocks
 from mkb_env.devices.simulator.chunk import LaunchContext
 from mkb_env.devices.simulator.machine import Code, run_launch
 from mkb_env.devices.simulator.memory import MODULE_BASE, GlobalMemory, Region
-from mkb_env.devices.simulator.parser import (
-    TYPE_BYTES,
-    Imm,
-    Module,
-    Name,
-    PtxError,
-    Variable,
-    parse_module,
-    parse_operands,
-)
+from mkb_env.devices.simulator.operands import Imm, Name, parse_operands
+from mkb_env.devices.simulator.parser import TYPE_BYTES, Module, PtxError, Variable, parse_module
 from mkb_env.devices.simulator.program import build
 from mkb_env.devices.simulator.schedule import Schedule
 from mkb_env.plan import Copy, Fill, Launch, LaunchPlan, TensorView, Upload

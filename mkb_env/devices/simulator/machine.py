@@ -20,7 +20,7 @@ from mkb_env.devices.simulator.blocks import bits
 from mkb_env.devices.simulator.chunk import Chunk, LaunchContext
 from mkb_env.devices.simulator.decode import Operation, Unsupported, decode, reader
 from mkb_env.devices.simulator.frame import Frame, merge
-from mkb_env.devices.simulator.program import WARP_SYNC, Block, Instruction, Program
+from mkb_env.devices.simulator.instructions import WARP_SYNC, Block, Instruction, Program
 from mkb_env.devices.simulator.warps import to_mask, warps_of
 
 Array = NDArray[Any]

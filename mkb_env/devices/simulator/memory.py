@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mkb_env.devices.base import DeviceFault
-from mkb_env.devices.simulator.program import SHARED_BASE, Instruction
+from mkb_env.devices.simulator.instructions import SHARED_BASE, Instruction
 
 if TYPE_CHECKING:
     from mkb_env.devices.simulator.frame import Frame

@@ -21,11 +21,11 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction
 from mkb_env.devices.simulator.memory import Access, locate, offsets
 from mkb_env.devices.simulator.ops_float import FLOATS, raw, values
 from mkb_env.devices.simulator.ops_memory import state_space, window_masks
 from mkb_env.devices.simulator.parser import TYPE_BYTES
-from mkb_env.devices.simulator.program import Instruction
 
 Update = Callable[[Array, list[Array]], Array]
 

@@ -19,9 +19,9 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction
+from mkb_env.devices.simulator.operands import Imm
 from mkb_env.devices.simulator.ops_integer import Binary, binary, bits_of, readers, unary
-from mkb_env.devices.simulator.parser import Imm
-from mkb_env.devices.simulator.program import Instruction
 
 _LOGIC: dict[str, Binary] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 

@@ -10,7 +10,7 @@ import numpy as np
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator.decode import Operation, Unsupported, opcode, writer
 from mkb_env.devices.simulator.frame import Frame
-from mkb_env.devices.simulator.program import Instruction
+from mkb_env.devices.simulator.instructions import Instruction
 
 
 def _nothing(frame: Frame) -> None:

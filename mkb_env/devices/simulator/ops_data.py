@@ -20,10 +20,11 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction, Many, Register, Symbol, Value
 from mkb_env.devices.simulator.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from mkb_env.devices.simulator.operands import Imm
 from mkb_env.devices.simulator.ops_float import FLOATS, float_reader
-from mkb_env.devices.simulator.parser import TYPE_BYTES, Imm
-from mkb_env.devices.simulator.program import Instruction, Many, Register, Symbol, Value
+from mkb_env.devices.simulator.parser import TYPE_BYTES
 
 
 @opcode("mov")

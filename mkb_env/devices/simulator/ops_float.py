@@ -15,8 +15,8 @@ import numpy as np
 from mkb_env.devices.simulator import convert, numerics, ops_integer
 from mkb_env.devices.simulator.decode import Array, Operation, Reader, Unsupported, Writer, opcode, reader, writer
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction, Value
 from mkb_env.devices.simulator.parser import TYPE_BYTES
-from mkb_env.devices.simulator.program import Instruction, Value
 
 FLOATS = frozenset({"f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2"})
 ROUNDINGS = frozenset({"rn", "rz", "rm", "rp"})

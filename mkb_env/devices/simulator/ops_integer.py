@@ -19,8 +19,8 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction
 from mkb_env.devices.simulator.parser import TYPE_BYTES
-from mkb_env.devices.simulator.program import Instruction
 
 Binary = Callable[[Array, Array], Array]
 WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}

@@ -12,9 +12,9 @@ import numpy as np
 from mkb_env.devices.simulator import matrix
 from mkb_env.devices.simulator.decode import Array, Operation, Unsupported, address, opcode, reader, vector, writer
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction
 from mkb_env.devices.simulator.memory import Access
 from mkb_env.devices.simulator.ops_memory import load, state_space, store
-from mkb_env.devices.simulator.program import Instruction
 from mkb_env.devices.simulator.warps import warps_of
 
 _TYPES = frozenset({"f16", "bf16", "tf32", "f32", "f64", "s8", "u8", "s32", "e4m3", "e5m2"})

@@ -22,10 +22,10 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction, Memory
 from mkb_env.devices.simulator.memory import Access
 from mkb_env.devices.simulator.ops_atomic import apply
 from mkb_env.devices.simulator.ops_memory import load, state_space
-from mkb_env.devices.simulator.program import Instruction, Memory
 
 COUNT_MASK = np.uint64((1 << 20) - 1)
 EXPECTED = np.uint64(20)

@@ -20,6 +20,7 @@ from mkb_env.devices.simulator.decode import (
     writer,
 )
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction, Not, Register, Value
 from mkb_env.devices.simulator.memory import (
     LOCAL_WINDOW,
     PARAM_WINDOW,
@@ -32,8 +33,8 @@ from mkb_env.devices.simulator.memory import (
     put,
     take,
 )
-from mkb_env.devices.simulator.parser import TYPE_BYTES, Imm
-from mkb_env.devices.simulator.program import Instruction, Not, Register, Value
+from mkb_env.devices.simulator.operands import Imm
+from mkb_env.devices.simulator.parser import TYPE_BYTES
 
 SPACES = ("global", "shared", "local", "param", "const")
 

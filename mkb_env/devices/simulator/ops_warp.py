@@ -12,8 +12,8 @@ import numpy as np
 
 from mkb_env.devices.simulator.decode import Array, Operation, Unsupported, last_type, opcode, pair, reader, writer
 from mkb_env.devices.simulator.frame import Frame
+from mkb_env.devices.simulator.instructions import Instruction
 from mkb_env.devices.simulator.parser import TYPE_BYTES
-from mkb_env.devices.simulator.program import Instruction
 from mkb_env.devices.simulator.warps import LANES, from_mask, to_mask, warps_of
 
 

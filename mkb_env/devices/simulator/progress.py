@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mkb_env.devices.base import DeviceFault
 from mkb_env.devices.simulator.blocks import bits
 from mkb_env.devices.simulator.frame import Frame
-from mkb_env.devices.simulator.program import Program, Special
+from mkb_env.devices.simulator.instructions import Program, Special
 
 if TYPE_CHECKING:
     from mkb_env.devices.simulator.chunk import Chunk

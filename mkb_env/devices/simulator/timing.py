@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 from mkb_env.devices.simulator.chunk import LaunchContext
-from mkb_env.devices.simulator.program import Instruction, Program
+from mkb_env.devices.simulator.instructions import Instruction, Program
 
 SM_COUNT = 132  # H200 datasheet; cudaDevAttrMultiProcessorCount
 CLOCK_MHZ = 1980.0  # highest SM clock, cudaDevAttrClockRate
