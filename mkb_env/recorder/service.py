@@ -22,6 +22,9 @@ def preload(argument: str) -> None:
     global _root
     _root = Path(tempfile.mkdtemp(prefix="mkb-record-"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from mkb_env.recorder.sink import load_driver
+
+    load_driver()
     import torch
 
     from mkb_env import dsl

@@ -14,7 +14,8 @@ from mkb_env.recorder.tape import Descriptor, HostRefusal, Tape
 
 FOLDER = Path(__file__).parent / "driver"
 CUTE_LIBRARY = FOLDER / "libmkb_cute_runtime.so"
-TVM_LIBRARIES = (FOLDER / "libcudart.so.13", FOLDER / "libcuda.so.1")
+DRIVER_LIBRARY = FOLDER / "libcuda.so.1"
+TVM_LIBRARIES = (FOLDER / "libcudart.so.13", DRIVER_LIBRARY)
 
 U32 = ctypes.POINTER(ctypes.c_uint)
 U64 = ctypes.POINTER(ctypes.c_uint64)
@@ -139,6 +140,15 @@ class Sink:
         raise HostRefusal(
             f"{name.decode().lstrip('_')} is not available: the host code is recorded, as under CUDA-graph capture"
         )
+
+
+def load_driver() -> ctypes.CDLL:
+    """Load the stand-in for ``libcuda.so.1``.
+
+    To be called before anything that looks for a driver (torch, NVRTC, ``cuda.bindings``): by its SONAME it is what
+    they all find then. A real driver must not be touched here: a process that has initialised one cannot be forked.
+    """
+    return ctypes.CDLL(str(DRIVER_LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 
 def redirect(library: str, libraries: list[ctypes.CDLL]) -> int:
