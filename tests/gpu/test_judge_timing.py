@@ -41,7 +41,7 @@ def test_a_correct_kernel_is_measured(device: CudaDevice) -> None:
     # 51 MB moved: at least 10 us on any device, by the toy kernel (one element a thread) as by two eager ones.
     assert timing.kernel_us > 10 and timing.baseline_us > 10
     assert timing.speedup.value == pytest.approx(timing.baseline_us / timing.kernel_us)
-    assert timing.device_speedup is not None and 1 < timing.device_speedup.value < 10
+    assert timing.device_speedup is not None and 0.1 < timing.device_speedup.value < 10
     assert result.seconds["timing"] < 5
 
 
