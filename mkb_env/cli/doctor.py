@@ -73,12 +73,12 @@ def _packages() -> Iterator[Check]:
 
 
 def _libraries() -> Check:
-    from mkb_env.recorder import sink
+    from mkb_env.recorder import libraries
 
-    found = sorted(path.name for path in sink.FOLDER.glob("*.so*"))
+    found = sorted(path.name for path in libraries.FOLDER.glob("*.so*"))
     ok = len(found) == 3
     fix = "" if ok else "install a C compiler, then pip install --force-reinstall --no-deps -e ."
-    return Check("recorder's C libraries", ok, ", ".join(found) or f"none in {sink.FOLDER}", fix)
+    return Check("recorder's C libraries", ok, ", ".join(found) or f"none in {libraries.FOLDER}", fix)
 
 
 def _sandbox() -> Check:

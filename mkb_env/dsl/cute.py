@@ -38,7 +38,7 @@ _tape: Tape | None = None
 
 def preload() -> None:
     """Import the DSL with its launches intercepted."""
-    from mkb_env.recorder.sink import CUTE_LIBRARY
+    from mkb_env.recorder.libraries import CUTE_LIBRARY
     from mkb_env.recorder.target import ARCH
 
     libraries = importlib.metadata.distribution("nvidia-cutlass-dsl-libs-cu13")
@@ -66,7 +66,7 @@ def attach(tape: Tape, scratch: str) -> list[ctypes.CDLL]:
     global _tape
     from cutlass.cutlass_dsl import CuTeDSL
 
-    from mkb_env.recorder.sink import CUTE_LIBRARY
+    from mkb_env.recorder.libraries import CUTE_LIBRARY
 
     _tape = tape
     CuTeDSL._get_dsl().envar.dump_dir = scratch  # read from the environment once, at import, which was in the parent

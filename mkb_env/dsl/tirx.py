@@ -60,7 +60,7 @@ def cuda_headers() -> Path:
 
 def preload() -> None:
     """Import TVM over the stand-in CUDA libraries and take over its CUDA compilation."""
-    from mkb_env.recorder.sink import TVM_LIBRARIES, redirect
+    from mkb_env.recorder.libraries import TVM_LIBRARIES, redirect
     from mkb_env.recorder.target import ARCH
 
     toolkit = cuda_headers()

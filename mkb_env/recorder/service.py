@@ -22,7 +22,7 @@ def preload(argument: str) -> None:
     global _root
     _root = Path(tempfile.mkdtemp(prefix="mkb-record-"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from mkb_env.recorder.sink import load_driver
+    from mkb_env.recorder.libraries import load_driver
 
     load_driver()
     import torch

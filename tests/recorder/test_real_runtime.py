@@ -39,3 +39,18 @@ def test_tvm_calls_the_stand_ins_all_the_same(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().splitlines()[-1] == "None [(4, 1, 1)]"
+
+
+def test_the_stand_in_driver_comes_before_torch() -> None:
+    """What looks for a driver finds the first library of that name; torch may bring the real one."""
+    code = (
+        "import sys\n"
+        "from mkb_env.recorder import service\n"
+        "from mkb_env.recorder.libraries import DRIVER_LIBRARY, load_driver\n"
+        "load_driver()\n"
+        "assert 'torch' not in sys.modules\n"
+        "import ctypes\n"
+        "assert ctypes.CDLL('libcuda.so.1')._handle == ctypes.CDLL(str(DRIVER_LIBRARY))._handle\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

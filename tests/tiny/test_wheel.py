@@ -55,7 +55,7 @@ def test_unpacked_it_finds_problems_and_libraries(wheel: Path, tmp_path: Path) -
     code = (
         "import mkb_env, gymnasium, pathlib\n"
         "from mkb_env.problems import catalog\n"
-        "from mkb_env.recorder.sink import TVM_LIBRARIES, CUTE_LIBRARY\n"
+        "from mkb_env.recorder.libraries import TVM_LIBRARIES, CUTE_LIBRARY\n"
         "assert pathlib.Path(mkb_env.__file__).parent == pathlib.Path.cwd() / 'mkb_env', mkb_env.__file__\n"
         "assert all(path.exists() for path in (*TVM_LIBRARIES, CUTE_LIBRARY))\n"
         "print(len(catalog()), len([i for i in gymnasium.registry if i.startswith('MKB/')]))\n"
