@@ -35,7 +35,7 @@ class LaunchContext:
     cluster: Dim3
     dynamic_shared: int
     deadline: float
-    """``time.monotonic()`` after which a run counts as endless."""
+    """``time.thread_time()`` after which a run counts as endless."""
     block_budget: int
     """Basic blocks that may still be executed."""
     schedule: Schedule = field(default_factory=Schedule)

@@ -44,8 +44,8 @@ _REQUIRED_CLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+(?:\s*,\s*\d+)*)")
 class SimulatorDevice:
     """Runs plans on the CPU, from the PTX of their images.
 
-    ``time_limit`` (seconds of wall clock for one ``run``) and ``block_budget`` (basic blocks executed by one launch)
-    bound endless loops.
+    ``time_limit`` (seconds of processor time for one ``run``, so that a busy machine changes no verdict) and
+    ``block_budget`` (basic blocks executed by one launch) bound endless loops.
     """
 
     simulated = True
@@ -227,10 +227,10 @@ class SimulatedRun:
 
     def run(self) -> None:
         """Run all steps once: in lockstep in the plan's first run, with drifting warps later. Raises DeviceFault."""
-        deadline = time.monotonic() + self.loaded.device.time_limit
+        deadline = time.thread_time() + self.loaded.device.time_limit
         self.schedule = Schedule(self.loaded.runs, self.loaded.seed)
         self.loaded.runs += 1
-        total = 0.0
+        total = timing.START_US
         for step in self.plan.steps:
             if isinstance(step, Launch):
                 total += self._launch(step, deadline)

@@ -90,7 +90,7 @@ def endless(frame: Frame) -> DeviceFault:
 def check_budget(chunk: Chunk, frame: Frame) -> None:
     """Raise DeviceFault if the launch has used up its time or its blocks."""
     launch, program = chunk.launch, chunk.program
-    late = time.monotonic() > launch.deadline
+    late = time.thread_time() > launch.deadline
     if not late and launch.executed_blocks <= launch.block_budget:
         return
     counts, blocks, instructions = launch.block_warps, program.blocks, program.instructions

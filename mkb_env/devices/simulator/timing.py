@@ -1,6 +1,6 @@
 """A first time model: what a launch would take on an H200, from counts made while it was simulated.
 
-    t = LAUNCH_US + max(memory, L2, issue, tensor cores, latency)
+    t = START_US + for each launch: LAUNCH_US + max(memory, L2, issue, tensor cores, latency)
 
 - memory: bytes moved to and from device memory over ``MEMORY_BYTES_PER_US``: the lesser of all 32-byte sectors
   requested and the ranges of addresses touched, that is, every repeated access is taken to hit the L2 cache.
@@ -25,9 +25,10 @@ from mkb_env.devices.simulator.instructions import Instruction, Program
 SM_COUNT = 132  # H200 datasheet; cudaDevAttrMultiProcessorCount
 CLOCK_MHZ = 1980.0  # highest SM clock, cudaDevAttrClockRate
 SCHEDULERS = 4  # per SM, each issues one warp instruction per cycle (CUDA C Programming Guide, compute capability 9.0)
-MEMORY_BYTES_PER_US = 4.8e6 * 0.9  # datasheet 4.8 TB/s; a device-to-device copy reached 4.3 TB/s
+MEMORY_BYTES_PER_US = 4.8e6 * 0.7  # datasheet 4.8 TB/s; with cold caches our kernels reach 2.8 to 3.4 TB/s of it
 L2_BYTES_PER_US = 5.5e6  # assumption: public microbenchmarks of Hopper give 5.5 to 7 TB/s
-LAUNCH_US = 2.5  # assumption: start and end of a kernel on an idle stream, without the host's part
+LAUNCH_US = 2.5  # assumption: start and end of a kernel, without the host's part
+START_US = 5.0  # the host's part on an idle stream: 5 to 10 us on an H200, with the first launch
 MEMORY_LATENCY = 700  # cycles of a load from device memory; microbenchmarks of Hopper give 500 to 800
 SHARED_LATENCY = 30  # cycles; also a shuffle and a barrier
 ALU_LATENCY = 4.5  # cycles between dependent arithmetic instructions
