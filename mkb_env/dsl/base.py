@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -44,6 +46,15 @@ class Dsl(Protocol):
 
     def versions(self) -> dict[str, str]:
         """Versions of what shapes the compiled code. Needs no import of the DSL."""
+
+
+def installed(packages: tuple[str, ...]) -> dict[str, str]:
+    """Distribution -> version, of those that are installed (headers and NVRTC may come with a toolkit instead)."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def get(name: str) -> Dsl:

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkb_env.dsl.base import installed
+
 if TYPE_CHECKING:
     from mkb_env.recorder.tape import Tape
 
@@ -80,4 +82,4 @@ def is_compiler_frame(filename: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Versions of the installed distributions."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    return installed(PACKAGES)
