@@ -23,6 +23,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Element size in bytes of every dtype a plan may name (names as in ``str(torch.dtype)`` without ``torch.``)."""
 
+MAGIC = b"MKBPLAN1"
+HEADER_BYTES = len(MAGIC) + 32
 MAX_PLAN_BYTES = 256 << 20
 MAX_STEPS = 4096
 MAX_BUFFERS = 4096
@@ -186,6 +188,10 @@ class LaunchPlan(Frozen, frozen=True):
     output_tree: OutputTree
     toolchain: dict[str, str] = {}
     source_sha256: str = ""
+    problem: str = ""
+    """What it was recorded for: slug, workload and number of the shape; filled in by the judge, not by the recorder."""
+    workload: str = ""
+    shape: Index = 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -201,8 +207,13 @@ _decoder = msgspec.msgpack.Decoder(LaunchPlan)
 
 
 def encode(plan: LaunchPlan) -> bytes:
-    """The plan as bytes, to be read by :func:`decode`."""
-    return _encoder.encode(plan)
+    """The plan as bytes, to be read by :func:`decode`: a magic word, a checksum against damage, and msgpack."""
+    return seal(_encoder.encode(plan))
+
+
+def seal(body: bytes) -> bytes:
+    """Put the magic word and the checksum before a plan's msgpack."""
+    return MAGIC + hashlib.sha256(body).digest() + body
 
 
 def decode(data: bytes) -> LaunchPlan:
@@ -213,8 +224,13 @@ def decode(data: bytes) -> LaunchPlan:
     """
     if len(data) > MAX_PLAN_BYTES:
         raise PlanError(f"a plan holds at most {MAX_PLAN_BYTES} bytes, got {len(data)}")
+    body = data[HEADER_BYTES:]
+    if data[: len(MAGIC)] != MAGIC:
+        raise PlanError("not a launch plan: the file does not begin as one; make one with `mkb record`")
+    if hashlib.sha256(body).digest() != data[len(MAGIC) : HEADER_BYTES]:
+        raise PlanError("the launch plan is damaged: its checksum does not fit; record it again or copy it once more")
     try:
-        plan = _decoder.decode(data)
+        plan = _decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"not a launch plan of version {PLAN_VERSION}: {error}") from None
     validate(plan)

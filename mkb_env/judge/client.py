@@ -215,9 +215,10 @@ class Judge:
         if recording.failure:
             raise RecordingError(recording.failure)
         try:
-            return decode(recording.plans[0])
+            plan = decode(recording.plans[0])
         except PlanError as error:
             raise RecordingError(Failure("launch_error", f"the launch plan is refused: {error}")) from None
+        return msgspec.structs.replace(plan, problem=problem, workload=workload, shape=shape)
 
     def close(self) -> None:
         """Forget the servers; they end by themselves when nobody uses them (``mkb stop`` ends them now)."""

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from mkb_env.plan import (
+    HEADER_BYTES,
     MAX_SHARED_BYTES,
     Buffer,
     Copy,
@@ -28,6 +29,7 @@ from mkb_env.plan import (
     decode,
     encode,
     is_contiguous,
+    seal,
 )
 
 OUT = TensorView(1, 0, (4, 8), (8, 1), "float32")
@@ -121,15 +123,15 @@ def test_broken_plans_are_refused(name: str) -> None:
 
 
 def test_unknown_fields_and_steps_are_refused() -> None:
-    fields = msgspec.msgpack.decode(encode(PLAN))
+    fields = msgspec.msgpack.decode(encode(PLAN)[HEADER_BYTES:])
     for change in ({"extra": 1}, {"steps": [{"type": "shell", "command": "true"}]}, {"buffers": "many"}):
         with pytest.raises(PlanError):
-            decode(msgspec.msgpack.encode({**fields, **change}))
+            decode(seal(msgspec.msgpack.encode({**fields, **change})))
 
 
 def test_any_bytes_give_a_valid_plan_or_an_error() -> None:
     rng = random.Random(1)
-    whole = encode(PLAN)
+    whole = encode(PLAN)[HEADER_BYTES:]
     refused = 0
     for _ in range(3000):
         data = bytearray(whole)
@@ -137,10 +139,22 @@ def test_any_bytes_give_a_valid_plan_or_an_error() -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         data = data[: rng.randint(1, len(data))] if rng.random() < 0.3 else data
         try:
-            decode(bytes(data))
+            decode(seal(bytes(data)))
         except PlanError:
             refused += 1
     assert refused > 1000
+
+
+def test_damage_is_told_from_nonsense() -> None:
+    whole = encode(PLAN)
+    for at in (len(whole) // 2, len(whole) - 1, HEADER_BYTES - 1):
+        with pytest.raises(PlanError, match="damaged"):
+            decode(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(PlanError, match="damaged"):
+        decode(whole[:-10])
+    for nonsense in (b"", b"{}", b"\x7fELF" * 100):
+        with pytest.raises(PlanError, match="does not begin as one"):
+            decode(nonsense)
 
 
 def test_contiguity() -> None:

@@ -54,8 +54,9 @@ WORKLOADS = {
         "lengths": [512 + 17 * b for b in range(56)] + [1543, 2050, 2311, 2596, 2881, 3096, 4001, 6000],
         "P": 98304,
         "sm_scale": SM_SCALE,
+        "poison": True,
     },
-    "small": {"lengths": [17, 40, 1], "P": 64, "sm_scale": SM_SCALE},
+    "small": {"lengths": [17, 0, 40, 1], "P": 64, "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 97 * b % 1511 for b in range(17)], "P": 16384, "sm_scale": SM_SCALE, "shared_prefix": 64},
         {"lengths": [0, 1, 8191, 129, 0], "P": 9000, "sm_scale": 0.1, "poison": True},

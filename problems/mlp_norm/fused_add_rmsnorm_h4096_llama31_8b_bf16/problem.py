@@ -35,8 +35,8 @@ HOST_VISIBLE = ()
 HIDDEN = 4096
 EPS = 1e-5
 WORKLOADS = {
-    "full": {"T": 14509},
-    "small": {"T": 5},
+    "full": {"T": 14509, "cancelling_rows": 3, "large_rows": 2, "small_rows": 2},
+    "small": {"T": 5, "cancelling_rows": 1, "small_rows": 1},
     "heldout": [{"T": 1}, {"T": 777, "cancelling_rows": 3, "large_rows": 2, "small_rows": 2}],
 }
 

@@ -33,8 +33,8 @@ HOST_VISIBLE = ()
 HEAD_DIM = 128
 EPS = 1e-6
 WORKLOADS = {
-    "full": {"R": 520128},
-    "small": {"R": 9},
+    "full": {"R": 520128, "zero_rows": 3, "large_rows": 2, "small_rows": 2},
+    "small": {"R": 9, "zero_rows": 1, "small_rows": 1},
     "heldout": [{"R": 1}, {"R": 4099, "zero_rows": 3, "large_rows": 2, "small_rows": 2}],
 }
 
