@@ -20,16 +20,25 @@ IMPORTS = ("cutlass",)
 CONTRACT = (Path(__file__).parent / "contract_cute.txt").read_text(encoding="utf-8")
 HINTS = (
     (
-        r"generic address space|address space.*generic|cp\.async.*(gmem|global)",
+        r"PHASE_DYNAMIC_INDEX",
+        "use cute.math.* on run-time values instead of Python's math or float(), and cutlass.range for run-time loops",
+    ),
+    (r"must be Tensor, not (?!None)[A-Z]", "torch runs on the host; in a kernel use cute.math"),
+    (
+        r"PHASE_DYNAMIC_TO_STATIC_BOOL",
+        "a value known only at run time steers Python control flow: put the if into a @cute.jit or @cute.kernel "
+        "function, or decide it at compile time under cutlass.const_expr",
+    ),
+    (
+        r"UNSUP_EARLY_EXIT",
+        "a run-time if cannot leave the kernel: put what follows under the opposite condition instead",
+    ),
+    (
+        r"expects global based memref, but\s+got generic",
         "compile with the tensors that solve was given (from_dlpack of a CUDA tensor), so that pointers are global",
     ),
     (
-        r"dynamic.*(Boolean|bool)|Cannot.*(bool|branch).*dynamic|not.*compile.?time",
-        "a value known only at run time steers Python control flow: use cutlass.const_expr for compile-time branches, "
-        "or a plain if/for in a @cute.jit or @cute.kernel function",
-    ),
-    (
-        r"source code (is )?not available|could not get source|OSError.*source",
+        r"UNSUP_NO_SOURCE",
         "define @cute.kernel and @cute.jit functions at module level in the submitted file, not through exec",
     ),
 )

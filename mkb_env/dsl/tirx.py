@@ -21,18 +21,28 @@ IMPORTS = ("tvm",)
 CONTRACT = (Path(__file__).parent / "contract_tirx.txt").read_text(encoding="utf-8")
 HINTS = (
     (
-        r"(?i)tir_pipeline|pipeline.*not (found|registered)",
-        'compile with tvm.compile(module, target=..., tir_pipeline="tirx")',
+        r"Cannot resolve ScopeIdDef for target=llvm",
+        'pass target=tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}) to tvm.compile',
     ),
     (
-        r"(?i)memory verif|did you forget to bind|host.*directly.*device memory",
-        "the function touches device memory outside a kernel: begin it with T.device_entry() and index with "
-        "T.cta_id / T.thread_id",
+        r"variables .* are used, but are not passed in as API arguments",
+        "T.cta_id and T.thread_id have no values: begin the function with T.device_entry() before them, and compile "
+        'with tvm.compile(module, target=..., tir_pipeline="tirx")',
     ),
+    (r"Unknown pre-built pipeline", 'compile with tvm.compile(module, target=..., tir_pipeline="tirx")'),
     (
-        r"(?i)undefined variable|not defined",
+        r"Undefined variable",
         "names in a T.prim_func are looked up when it is parsed: define constants above it, at module level or in the "
         "enclosing function",
+    ),
+    (
+        r"must be (real number|Tensor), not (?!None)[A-Z]",
+        "torch and Python's math run on the host; in a kernel use T.sqrt, T.exp and the like",
+    ),
+    (
+        r"(?s)(Mismatched \S+\.strides|Invalid \S+\.shape).* when calling",
+        "the tensor is not as T.match_buffer declares it (shown in the signature): usually the width is written into "
+        "the kernel for another shape, or the tensor is a view that is not contiguous",
     ),
 )
 CALL_ERRORS = r"when calling:\s"
