@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mkb_env.cli.entry import OneSentence
+from mkb_env.cli.progress import told
+
 if TYPE_CHECKING:
     from mkb_env.judge.client import Judge
     from mkb_env.judge.verdict import Verdict
+    from mkb_env.plan import LaunchPlan
 
 app = typer.Typer(
+    cls=OneSentence,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Judge GPU kernels written in CuTe DSL and TIRx, on a GPU or in a simulator.",
 )
 
-ProblemOption = Annotated[str, typer.Option("--problem", "-p", help="Slug of the problem; `mkb list` shows all.")]
+
+def spelled(slug: str | None) -> str | None:
+    """A slug as its folder is named; the ids of environments have it with dashes."""
+    return slug.replace("-", "_") if slug else slug
+
+
+ProblemOption = Annotated[
+    str, typer.Option("--problem", "-p", callback=spelled, help="Slug of the problem; `mkb list` shows all.")
+]
 DslOption = Annotated[str, typer.Option("--dsl", "-d", help="cute or tirx.")]
 WorkloadOption = Annotated[
     str | None,
@@ -50,11 +65,22 @@ def read_source(path: Path) -> str:
     """A submission's text; bytes that are no UTF-8 become lone surrogates, which the rules refuse by name."""
     if str(path) == "-":
         data = sys.stdin.buffer.read()
-    elif path.is_file():
-        data = path.read_bytes()
+    elif path.is_dir():
+        raise typer.BadParameter(f"FILE must be a file or -, got the folder {str(path)!r}")
+    elif not path.exists():
+        raise typer.BadParameter(f"FILE must be a file or -, there is no {str(path)!r}")
     else:
-        raise typer.BadParameter(f"FILE must be a file or -, got {str(path)!r}")
+        data = path.read_bytes()
     return data.decode("utf-8", errors="surrogateescape")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place that cannot be written before the work for it is done."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"--output {str(path)!r} cannot be written: there is no folder {str(folder)!r}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"--output {str(path)!r} cannot be written: permission denied")
 
 
 def print_json(value: Any) -> None:
@@ -62,13 +88,6 @@ def print_json(value: Any) -> None:
     import msgspec
 
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-
-
-def progress(quiet: bool) -> Callable[[str], None] | None:
-    """Stages on stderr, if a person is looking."""
-    if quiet or not sys.stderr.isatty():
-        return None
-    return lambda stage: print(f"  {stage} ...", file=sys.stderr)
 
 
 def report(verdict: Verdict, as_json: bool) -> None:
@@ -86,17 +105,30 @@ def report(verdict: Verdict, as_json: bool) -> None:
 
 
 def open_judge(device: str) -> Judge:
-    """A judge on ``device``."""
+    """A judge on ``device``, which must be there."""
     from mkb_env.judge.client import Judge
 
     with misuse():
-        return Judge(device)
+        court = Judge(device)
+        if device.startswith("cuda"):
+            from mkb_env.devices.cuda import require
+
+            require(device)
+    return court
+
+
+def warn_of_full(court: Judge, workload: str | None) -> None:
+    """Say on stderr that the simulator is slow at full size."""
+    if workload == "full" and court.simulated:
+        print("note: full shapes may take minutes in the simulator; --workload small is quick", file=sys.stderr)
 
 
 @app.command("list")
 def list_problems(json: JsonOption = False) -> None:
     """List the problems."""
+    from mkb_env.dsl import NAMES
     from mkb_env.problems import DSLS, catalog
+    from mkb_env.registration import family_id, problem_id
     from mkb_env.task import brief
 
     problems = []
@@ -110,26 +142,27 @@ def list_problems(json: JsonOption = False) -> None:
                 "title": briefing.title,
                 "model": briefing.model,
                 "kernels": [dsl for dsl in DSLS if ref.baseline(dsl)],
+                "ids": [problem_id(slug, dsl) for dsl in NAMES],
+                "family_ids": [family_id(ref.family, dsl) for dsl in NAMES],
             }
         )
     if json:
         print_json({"problems": problems})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("problem", no_wrap=True)  # a slug is there to be copied
-    for column in ("no.", "family", "title", "model"):
-        table.add_column(column, overflow="fold")
-    for problem in problems:
-        table.add_row(*(str(problem[key]) for key in ("slug", "number", "family", "title", "model")))
-    Console().print(table)
+    for family in sorted({str(problem["family"]) for problem in problems}):
+        print(f"{family}: {family_id(family, 'DSL')} draws one of")
+        for problem in problems:
+            if problem["family"] == family:
+                print(f"  {problem['slug']}")
+                title = f"{problem['title']} (no. {problem['number']}, {problem['model']})"
+                print(textwrap.fill(title, 79, initial_indent=" " * 4, subsequent_indent=" " * 4))
+                print(f"    {problem_id(str(problem['slug']), 'DSL')}")
+    print(f"DSL is {' or '.join(NAMES)}. `mkb show SLUG` shows the task.")
 
 
 @app.command()
 def show(
-    slug: Annotated[str, typer.Argument(help="Slug of the problem.")],
+    slug: Annotated[str, typer.Argument(help="Slug of the problem.", callback=spelled)],
     dsl: Annotated[str | None, typer.Option("--dsl", "-d", help="Show this DSL's contract as well.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -171,11 +204,11 @@ def judge(
     json: JsonOption = False,
 ) -> None:
     """Judge a submission: exit code 0 if it passed, 1 if not."""
+    source = read_source(file)
     court = open_judge(device)
-    with misuse():
-        verdict = court.judge(
-            read_source(file), problem, dsl, workload, timing=timing, on_progress=progress(quiet=json)
-        )
+    warn_of_full(court, workload)
+    with misuse(), told(quiet=json) as on_progress:
+        verdict = court.judge(source, problem, dsl, workload, timing=timing, on_progress=on_progress)
     report(verdict, json)
 
 
@@ -194,11 +227,13 @@ def record(
     from mkb_env.plan import encode
     from mkb_env.servers.client import ServerError
 
+    check_writable(output)
+    source = read_source(file)
     court = open_judge("auto")
     try:
         with misuse():
             workload = workload or court.default_workload
-            plan = court.record(read_source(file), problem, dsl, workload, shape=shape)
+            plan = court.record(source, problem, dsl, workload, shape=shape)
     except RecordingError as error:
         failure = error.failure
         if json:
@@ -231,28 +266,50 @@ def record(
         )
         return
     print(f"{output}: {len(data)} bytes, {len(launches)} launches, made for {plan.target}")
-    again = f"mkb replay {output} --problem {problem} --workload {workload}"
-    print(f"judge it with: {again}{f' --shape {shape}' if shape else ''}")
+    print(f"judge it with: mkb replay {output}")
+
+
+def recorded_for(
+    plan: LaunchPlan, problem: str | None, workload: str | None, shape: int | None
+) -> tuple[str, str, int]:
+    """What a plan is judged as: what it was recorded for, which options may repeat; an old plan needs the options."""
+    if not plan.problem:
+        if problem is None or workload is None:
+            raise ValueError("this plan does not say what it was recorded for: give --problem and --workload")
+        return problem, workload, shape or 0
+    given = {"--problem": problem, "--workload": workload, "--shape": shape}
+    recorded = {"--problem": plan.problem, "--workload": plan.workload, "--shape": plan.shape}
+    for option, value in given.items():
+        if value not in (None, recorded[option]):
+            made_for = f"{plan.problem}, {plan.workload}, shape {plan.shape}"
+            raise ValueError(f"this plan was recorded for {made_for}; got {option} {value}")
+    return plan.problem, plan.workload, plan.shape
 
 
 @app.command()
 def replay(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `mkb record`.", exists=True, dir_okay=False)],
-    problem: ProblemOption,
-    workload: WorkloadOption = None,
-    shape: Annotated[int, typer.Option(help="Which shape of the workload (heldout has several).")] = 0,
+    problem: Annotated[
+        str | None, typer.Option("--problem", "-p", callback=spelled, help="Default: what the plan was recorded for.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help="Default: what the plan was recorded for.")
+    ] = None,
+    shape: Annotated[int | None, typer.Option(help="Default: what the plan was recorded for.")] = None,
     device: DeviceOption = "auto",
     timing: Annotated[bool, typer.Option(help="Time the kernel, or only check it.")] = True,
     json: JsonOption = False,
 ) -> None:
-    """Judge a recorded plan; needs torch, but neither DSL."""
+    """Judge a recorded plan, on any device; needs torch, but neither DSL."""
     from mkb_env.plan import decode
 
-    court = open_judge(device)
     with misuse():
-        verdict = court.replay(
-            decode(plan.read_bytes()), problem, workload, shape=shape, timing=timing, on_progress=progress(quiet=json)
-        )
+        launches = decode(plan.read_bytes())
+        problem, workload, shape = recorded_for(launches, problem, workload, shape)
+    court = open_judge(device)
+    warn_of_full(court, workload)
+    with misuse(), told(quiet=json) as on_progress:
+        verdict = court.replay(launches, problem, workload, shape=shape, timing=timing, on_progress=on_progress)
     report(verdict, json)
 
 

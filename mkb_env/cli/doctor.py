@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -119,17 +120,10 @@ def _kernels(judge: Judge) -> Iterator[Check]:
 
 
 def show_checks(checks: list[Check], healthy: bool) -> None:
-    """The report for a person."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for column in ("", "what", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    """The report for a person: a line per check, what to do on a line of its own; no line is cut or squeezed."""
     for check in checks:
         mark = "ok" if check.ok else "MISSING" if check.required else "note"
-        table.add_row(mark, Text(check.name), Text(check.detail), Text(check.fix))
-    console = Console()
-    console.print(table)
-    console.print("This machine can judge." if healthy else "This machine cannot judge: see above.")
+        print(f"{mark:<8}{check.name}: {check.detail}")
+        if check.fix:
+            print(textwrap.fill(f"-> {check.fix}", 79, initial_indent=" " * 8, subsequent_indent=" " * 11))
+    print("This machine can judge." if healthy else "This machine cannot judge: see above.")

@@ -51,19 +51,21 @@ if code:
 library.cuDeviceGetCount(ctypes.byref(count))
 if not count.value:
     sys.exit(print("the CUDA driver sees no device"))
+if int(sys.argv[2]) >= count.value:
+    sys.exit(print(f"the CUDA driver sees {count.value} device(s), numbered from 0"))
 if not runpy.run_path(sys.argv[1]).get("cuda"):
     sys.exit(print("this build of torch has no CUDA support"))
 """
 
 
-def available() -> str | None:
-    """None if a CUDA device can be used, else one sentence that says why not.
+def available(ordinal: int = 0) -> str | None:
+    """None if CUDA device number ``ordinal`` can be used, else one sentence that says why not.
 
     The driver is asked in a short-lived process: the caller stays without CUDA state and may still fork.
     """
     try:
         version_file = str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))
-        probe = [sys.executable, "-I", "-S", "-c", _PROBE, version_file]
+        probe = [sys.executable, "-I", "-S", "-c", _PROBE, version_file, str(ordinal)]
         done = subprocess.run(probe, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
     except importlib.metadata.PackageNotFoundError:
         return "torch is not installed"
@@ -72,6 +74,17 @@ def available() -> str | None:
     if done.stdout.strip():
         return done.stdout.strip()
     return None if done.returncode == 0 else f"the CUDA driver crashed when asked for its devices: {done.stderr[-300:]}"
+
+
+def require(device: str) -> None:
+    """Refuse ``cuda`` and ``cuda:N`` where there is no such GPU; any other name of a device is let by.
+
+    Raises:
+        ValueError: in one sentence that says why the GPU cannot be used.
+    """
+    kind, _, ordinal = device.partition(":")
+    if kind == "cuda" and (reason := available(int(ordinal or 0))):
+        raise ValueError(f'device "{device}" cannot be used: {reason}; "simulator" runs everywhere')
 
 
 class CudaDevice:

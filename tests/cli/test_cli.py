@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from mkb_env.cli.app import app
+from mkb_env.cli.progress import numbered
 from mkb_env.judge.verdict import Stage, Verdict
+from mkb_env.servers import client
 
 SLUG = "rmsnorm_h128_qwen3_30b_bf16"
 BROKEN = "import cutlass\ndef solve(x, weight:\n    return x\n"
@@ -42,7 +44,20 @@ def test_list() -> None:
         "title": "RMSNorm over rows of 128",
         "model": "Qwen3-30B-A3B",
         "kernels": ["cute", "tirx"],
+        "ids": [f"MKB/rmsnorm-h128-qwen3-30b-bf16-{dsl}-v0" for dsl in ("cute", "tirx")],
+        "family_ids": ["MKB/mlp-norm-cute-v0", "MKB/mlp-norm-tirx-v0"],
     }
+
+
+def test_list_fits_80_columns_and_spells_the_ids() -> None:
+    text = run("list")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "mlp_norm: MKB/mlp-norm-DSL-v0" in text
+    assert "\n    MKB/rmsnorm-h128-qwen3-30b-bf16-DSL-v0\n" in text
+
+
+def test_a_slug_may_have_dashes_as_in_an_id() -> None:
+    assert run("show", SLUG.replace("_", "-")) == run("show", SLUG)
 
 
 def test_show() -> None:
@@ -87,26 +102,89 @@ def test_record_says_why_there_is_no_plan(tmp_path: Path) -> None:
     assert not plan.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("show", "no_such_problem"),
-        ("show", SLUG, "--dsl", "cuda"),
-        ("judge", "--problem", "no_such_problem", "--dsl", "cute", "FILE"),
-        ("judge", "--problem", SLUG, "--dsl", "cuda", "FILE"),
-        ("judge", "--problem", SLUG, "--dsl", "cute", "--workload", "huge", "FILE"),
-        ("judge", "--problem", SLUG, "--dsl", "cute", "--device", "tpu", "FILE"),
-        ("judge", "--problem", SLUG, "--dsl", "cute", "no_such_file.py"),
-        ("judge", "--problem", SLUG, "FILE"),
-        ("record", "--problem", SLUG, "--dsl", "cute", "FILE"),
-        ("replay", "--problem", SLUG, "FILE"),
-        ("no-such-command",),
-    ],
-)
-def test_misuse_is_2_and_leaves_stdout_empty(arguments: tuple[str, ...], tmp_path: Path) -> None:
+MISUSE = [
+    (("show", "no_such_problem"), "no_such_problem"),
+    (("show", SLUG, "--dsl", "cuda"), "cuda"),
+    (("judge", "--problem", "no_such_problem", "--dsl", "cute", "FILE"), "no_such_problem"),
+    (("judge", "--problem", SLUG, "--dsl", "cuda", "FILE"), "cuda"),
+    (("judge", "--problem", SLUG, "--dsl", "cute", "--workload", "huge", "FILE"), "huge"),
+    (("judge", "--problem", SLUG, "--dsl", "cute", "--device", "tpu", "FILE"), "tpu"),
+    (("judge", "--problem", SLUG, "--dsl", "cute", "--device", "cuda:99", "FILE"), "cannot be used"),
+    (("judge", "--problem", SLUG, "--dsl", "cute", "no_such_file.py"), "there is no"),
+    (("judge", "--problem", SLUG, "--dsl", "cute", "FOLDER"), "got the folder"),
+    (("judge", "--problem", SLUG, "FILE"), "--dsl"),
+    (("record", "--problem", SLUG, "--dsl", "cute", "FILE"), "--output"),
+    (("record", "--problem", SLUG, "--dsl", "cute", "FILE", "-o", "no/such/folder/plan"), "there is no folder"),
+    (("record", "--problem", SLUG, "--dsl", "cute", "FILE", "-o", "FOLDER"), "is a directory"),
+    (("replay", "--problem", SLUG, "FILE"), "plan"),
+    (("no-such-command",), "no-such-command"),
+]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("arguments", "told"), MISUSE)
+def test_misuse_is_2_and_one_sentence(
+    arguments: tuple[str, ...], told: str, as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # so that no message is wrapped
     file = tmp_path / "kernel.py"
     file.write_text(BROKEN)
-    assert run(*(str(file) if argument == "FILE" else argument for argument in arguments), code=2) == ""
+    real = {"FILE": str(file), "FOLDER": str(tmp_path)}
+    words = [real.get(argument, argument) for argument in arguments]
+    if as_json:
+        answer = json.loads(run(*words, "--json", code=2))
+        assert list(answer) == ["error"]
+        assert told in answer["error"]
+        return
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_runtime_folder_that_others_may_enter_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("MKB_RUNTIME_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["stop", *(["--json"] if as_json else [])])
+    assert result.exit_code == 2
+    sentence = json.loads(result.stdout)["error"] if as_json else result.stderr
+    assert "must belong to user" in sentence
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise client.ServerError("the server ended without an answer")
+
+    monkeypatch.setattr(client, "stop_all", fail)
+    assert run_json("stop", code=2) == {"error": "the server ended without an answer"}
+
+
+def test_ctrl_c_is_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "stop_all", interrupt)
+    result = CliRunner().invoke(app, ["stop"])
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_full_shapes_in_the_simulator_come_with_a_note(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(BROKEN)
+    arguments = ["judge", "-p", SLUG, "-d", "cute", "--device", "simulator", str(file), "-w"]
+    assert "may take minutes" in CliRunner().invoke(app, [*arguments, "full"]).stderr
+    assert CliRunner().invoke(app, [*arguments, "small"]).stderr == ""
+
+
+def test_progress_numbers_the_shapes() -> None:
+    lines: list[str] = []
+    tell = numbered(lines.append)
+    for stage in ("solve", "check 1/2", "check 2/2", "check 1/2", "check 2/2"):
+        tell(stage)
+    assert lines == ["solve", "check 1/2", "check 2/2", "shape 2: check 1/2", "shape 2: check 2/2"]
 
 
 def test_the_process_stays_light() -> None:

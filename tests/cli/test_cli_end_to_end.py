@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from mkb_env.agents.scripted import DEMO
 from mkb_env.cli.app import app
-from mkb_env.plan import decode
+from mkb_env.plan import decode, encode
 
 SLUG = "rmsnorm_h128_qwen3_30b_bf16"
 KERNEL = DEMO / "rmsnorm_cute.py"
@@ -43,15 +44,30 @@ def test_record_then_replay(tmp_path: Path) -> None:
     assert told["sha256"] == plan.digest()
     assert told["bytes"] == file.stat().st_size
     assert told["launches"] == [{"kernel": plan.launches[0].kernel, "grid": [9, 1, 1], "block": [32, 1, 1]}]
-    verdict = run("replay", str(file), "-p", SLUG, "-w", "small", "--device", "simulator", "--no-timing", code=0)
+    verdict = run("replay", str(file), "--device", "simulator", "--no-timing", code=0)
     assert (verdict["stage"], verdict["timing"]) == ("passed", None)
     assert verdict["plan_sha256"] == plan.digest()
     assert verdict["source_sha256"] == plan.source_sha256
 
 
-def test_a_plan_for_another_shape_does_not_pass(tmp_path: Path) -> None:
+def test_options_of_replay_may_repeat_what_the_plan_says_but_not_contradict_it(tmp_path: Path) -> None:
     file = tmp_path / "plan"
-    run("record", "-p", SLUG, "-d", "cute", "-w", "heldout", "--shape", "0", str(KERNEL), "-o", str(file), code=0)
+    run("record", "-p", SLUG, "-d", "cute", "-w", "heldout", "--shape", "1", str(KERNEL), "-o", str(file), code=0)
+    replay = ("replay", str(file), "--device", "simulator")
+    repeated = ("-p", SLUG.replace("_", "-"), "-w", "heldout", "--shape", "1")
+    assert run(*replay, *repeated, code=0)["stage"] == "passed"
+    other = "fused_add_rmsnorm_h4096_llama31_8b_bf16"
+    for option, value in (("--problem", other), ("--workload", "small"), ("--shape", "0")):
+        told = run(*replay, option, value, code=2)["error"]
+        assert f"this plan was recorded for {SLUG}, heldout, shape 1; got {option} {value}" in told
+
+
+def test_an_old_plan_needs_the_options_and_does_not_pass_for_another_shape(tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    run("record", "-p", SLUG, "-d", "cute", "-w", "heldout", str(KERNEL), "-o", str(file), code=0)
+    old = msgspec.structs.replace(decode(file.read_bytes()), problem="", workload="", shape=0)
+    file.write_bytes(encode(old))
+    assert "give --problem" in run("replay", str(file), "--device", "simulator", code=2)["error"]
     verdict = run("replay", str(file), "-p", SLUG, "-w", "small", "--device", "simulator", code=1)
     assert verdict["stage"] != "passed"
 

@@ -34,9 +34,9 @@ def test_libraries_and_python() -> None:
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    from mkb_env.recorder import sink
+    from mkb_env.recorder import libraries
 
-    monkeypatch.setattr(sink, "FOLDER", tmp_path)
+    monkeypatch.setattr(libraries, "FOLDER", tmp_path)
     check = doctor._libraries()
     assert not check.ok
     assert "C compiler" in check.fix
