@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from mkb_env.devices.base import KernelInfo
+from mkb_env.devices.base import KernelInfo, short_name
 from mkb_env.judge.verdict import OutputDiff, Timing, Verdict
 
 MAX_KERNELS = 8
-MAX_KERNEL_NAME = 60
 MAX_LOG = 2000
 """Characters of a submission's own output that are shown, from its end."""
 
@@ -39,7 +38,8 @@ def _diff(diff: OutputDiff) -> str:
     error = f"max |error| {diff.max_abs_error:.3g}, allowed {diff.allowance:.3g}"
     if diff.passed:
         return f"{head}: right ({error})"
-    text = f"{head}: wrong ({error}), {100 * diff.share_outside:.3g} % of its elements outside"
+    shown = f" ({error})" if diff.got is not None else ""
+    text = f"{head}: wrong{shown}, {100 * diff.share_outside:.3g} % of its elements outside"
     if diff.got is not None and diff.want is not None:
         text += f"; worst at {list(diff.worst_index)}: got {diff.got:.6g}, want {diff.want:.6g}"
     if diff.nan_count or diff.inf_count:
@@ -56,8 +56,7 @@ def _timing(timing: Timing) -> str:
 
 
 def _kernel(kernel: KernelInfo) -> str:
-    name = kernel.name if len(kernel.name) <= MAX_KERNEL_NAME else f"{kernel.name[:MAX_KERNEL_NAME]}..."
-    text = f"launched {name}: grid {list(kernel.grid)}, block {list(kernel.block)}"
+    text = f"launched {short_name(kernel.name)}: grid {list(kernel.grid)}, block {list(kernel.block)}"
     if kernel.cluster != (1, 1, 1):
         text += f", cluster {list(kernel.cluster)}"
     text += f", {kernel.shared_bytes} B shared"

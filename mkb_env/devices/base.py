@@ -16,6 +16,14 @@ POISON_BYTE = 0xFF
 """Workspaces and outputs hold this byte before a draw: NaN in every floating-point format, -1 in integers."""
 
 
+MAX_KERNEL_NAME = 60
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name as messages show it: mangled names run to hundreds of characters."""
+    return kernel if len(kernel) <= MAX_KERNEL_NAME else f"{kernel[:MAX_KERNEL_NAME]}..."
+
+
 class DeviceFault(Exception):
     """Device code that could not run to its end.
 

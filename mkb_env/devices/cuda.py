@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkb_env.devices import cuda_driver
-from mkb_env.devices.base import POISON_BYTE, DeviceFault, KernelInfo
+from mkb_env.devices.base import POISON_BYTE, DeviceFault, KernelInfo, short_name
 from mkb_env.devices.cuda_launch import KernelLaunch, PreparedLaunch
 from mkb_env.plan import DTYPE_BYTES, Copy, Fill, Launch, LaunchPlan, TensorView, Upload
 
@@ -84,7 +84,7 @@ def require(device: str) -> None:
     """
     kind, _, ordinal = device.partition(":")
     if kind == "cuda" and (reason := available(int(ordinal or 0))):
-        raise ValueError(f'device "{device}" cannot be used: {reason}; "simulator" runs everywhere')
+        raise ValueError(f'device "{device}" cannot be used: {reason}; use --device simulator (device="simulator")')
 
 
 class CudaDevice:
@@ -210,7 +210,7 @@ class CudaDevice:
             self._lost = message
         kernels = self._launched if self.broken else ()
         if kernels:
-            shown = ", ".join(name[:200] for name in kernels[:8])
+            shown = ", ".join(short_name(name) for name in kernels[:8])
             message += f"; the plan had launched {shown}" + (
                 f" and {len(kernels) - 8} more" if len(kernels) > 8 else ""
             )

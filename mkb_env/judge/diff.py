@@ -35,12 +35,18 @@ def build(
     reference: torch.Tensor,
     anchor: torch.Tensor,
 ) -> OutputDiff:
-    """The record of one output's comparison; the pattern is sought only if it failed."""
+    """The record of one output's comparison; the pattern is sought only if it failed.
+
+    Elements that were never written are no NaN of the kernel's: they are not counted, and ``got`` is None at such a
+    place.
+    """
     shape = tuple(got.shape)
-    pattern = ""
+    pattern, silent, unwritten = "", 0, False
     if not found.passed:
         outside = tolerance.outside_mask(problem, position, got, reference, anchor)
         pattern = guess(got, reference, outside, found)
+        left = _unwritten(got, outside).flatten()
+        silent, unwritten = int(left.sum()) if found.nans else 0, bool(left[found.worst])
     return OutputDiff(
         name=f"output[{position}]",
         shape=shape,
@@ -49,10 +55,10 @@ def build(
         max_abs_error=found.error,
         allowance=found.allowance,
         worst_index=unravel(found.worst, shape) if got.numel() else (),
-        got=None if math.isnan(found.got) and not got.numel() else found.got,
-        want=None if math.isnan(found.want) and not got.numel() else found.want,
+        got=None if unwritten or not got.numel() else found.got,
+        want=found.want if got.numel() else None,
         share_outside=found.outside / max(1, got.numel()),
-        nan_count=found.nans,
+        nan_count=found.nans - silent,
         inf_count=found.infs,
         pattern=pattern,
     )
@@ -71,15 +77,21 @@ def guess(got: torch.Tensor, want: torch.Tensor, outside: torch.Tensor, found: C
     """A phrase for how ``got`` differs from ``want``: what is wrong with the values, then where they are wrong."""
     if not got.dim():
         got, want, outside = got.reshape(1), want.reshape(1), outside.reshape(1)
-    unwritten = _poisoned(got) & outside
-    share = float(unwritten.sum()) / float(outside.sum())
-    if share == 1.0 and bool(unwritten.all()):
+    unwritten = _unwritten(got, outside)
+    if bool(unwritten.all()):
         return "nothing was written: the whole output still holds the fill pattern"
-    if share > 0.9:
+    count = int(unwritten.sum())
+    if count > 0.9 * int(outside.sum()):
         return f"not written (the fill pattern is still there): {_where(unwritten)}"
-    values = _values(got, want, outside, found)
-    place = _where(outside)
-    return f"{values}; {place}" if values else place
+    rest = outside & ~unwritten
+    values = _values(got, want, rest, found)
+    where = _where(rest)
+    if count and int(rest.sum()) >= DENSE * (rest.numel() - count):
+        where = "nearly everywhere else"
+    place = f"{values}; {where}" if values else where
+    if not count:
+        return place
+    return f"{count} of the wrong elements were never written: {_place(unwritten, count)}. The others: {place}"
 
 
 # What is wrong with the values
@@ -106,7 +118,8 @@ def _values(got: torch.Tensor, want: torch.Tensor, outside: torch.Tensor, found:
     if len(bad) >= 8 and (phrase := _moved(mine, theirs, outside)):
         return phrase
     if _ratio(bad, wanted) <= SMALL_EXCESS and _ratio(mine, theirs) <= SMALL_ERROR:
-        return f"close but not within tolerance (at most {found.share:.1f} times it): a matter of precision"
+        most = f" (at most {found.share:.1f} times it)" if math.isfinite(found.share) else ""
+        return f"close but not within tolerance{most}: a matter of precision"
     return ""
 
 
@@ -175,17 +188,25 @@ def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     return (flat == POISON_BYTE).all(1).view(tensor.shape)
 
 
+def _unwritten(got: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+    """Wrong elements that nothing wrote; of integers only where nearly all are, as -1 may be an answer too."""
+    left = _poisoned(got) & outside
+    return left if got.is_floating_point() or int(left.sum()) > 0.9 * int(outside.sum()) else torch.zeros_like(left)
+
+
 def _where(outside: torch.Tensor) -> str:
-    """A phrase for the set of wrong elements: the plainest description that covers it."""
+    """A phrase for the set of wrong elements: how many they are, and where."""
     count, total = int(outside.sum()), outside.numel()
     if count == total:
         return "every element"
-    share = f"{count} of {total} elements ({100 * count / total:.3g} %)"
+    return f"{count} of {total} elements ({100 * count / total:.3g} %): {_place(outside, count)}"
+
+
+def _place(outside: torch.Tensor, count: int) -> str:
+    """The plainest description that covers the ``count`` wrong elements."""
     if count == 1:
-        return f"{share}: a single element"
-    for phrase in _descriptions(outside, count):
-        return f"{share}: {phrase}"
-    return f"{share}, spread over the whole output"
+        return "a single element"
+    return next(_descriptions(outside, count), "spread over the whole output")
 
 
 def _descriptions(outside: torch.Tensor, count: int) -> Iterator[str]:
@@ -261,15 +282,12 @@ def describe(problem: Problem, diffs: Sequence[OutputDiff], checked: str) -> str
         if diff.passed:
             parts.append(f"{title} is right.")
             continue
-        index = "[" + ", ".join(map(str, diff.worst_index)) + "]"
-        parts.append(
-            f"{title}: {diff.pattern}. Worst at {index}: got {_number(diff.got)}, want {_number(diff.want)}, "
-            f"error {_number(diff.max_abs_error)} where {_number(diff.allowance)} is allowed."
-        )
+        parts.append(f"{title}: {diff.pattern}.")
+        if diff.got is not None and diff.want is not None:
+            parts.append(
+                f"Worst at {list(diff.worst_index)}: got {diff.got:.6g}, want {diff.want:.6g}, "
+                f"error {diff.max_abs_error:.6g} where {diff.allowance:.6g} is allowed."
+            )
         if diff.nan_count or diff.inf_count:
             parts.append(f"It holds {diff.nan_count} NaN and {diff.inf_count} infinities.")
     return clip(" ".join(parts))
-
-
-def _number(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.6g}"

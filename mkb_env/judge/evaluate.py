@@ -6,6 +6,7 @@ on buffers that are made here.
 
 from __future__ import annotations
 
+import re
 import secrets
 import statistics
 import time
@@ -16,7 +17,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from mkb_env.devices.base import Device, DeviceFault, LoadedPlan
+from mkb_env.devices.base import Device, DeviceFault, LoadedPlan, short_name
 from mkb_env.judge import diff, draws, structure, timing, tolerance
 from mkb_env.judge.eager import eager_us
 from mkb_env.judge.statistics import certain
@@ -73,7 +74,7 @@ def evaluate(
         stage, message = end.stage, end.message
     except DeviceFault as fault:
         where = f"{judge.place}: " if judge.place else ""
-        stage, message = Stage(fault.stage), f"{where}{fault.message}"
+        stage, message = Stage(fault.stage), f"{where}{_named(fault.message, problem, plan)}"
     except torch.OutOfMemoryError as error:
         stage, message = Stage.INFRA_ERROR, _memory_message(problem, shape, device, judge.place, error)
     except draws.ProblemError as error:
@@ -81,6 +82,20 @@ def evaluate(
     finally:
         judge.close()
     return judge.evaluation(stage, message)
+
+
+def _named(message: str, problem: Problem, plan: LaunchPlan) -> str:
+    """A device's message with the problem's names of the buffers, and without the tail of long kernel names."""
+
+    def name(found: re.Match[str]) -> str:
+        kind, number = found[1], int(found[2])
+        names = {"input": problem.inputs, "output": problem.outputs}.get(kind, ())
+        known = f"{kind} {number} ({names[number]})" if number < len(names) else f"{kind} {number}"
+        return f"{'a workspace' if kind == 'workspace' else known} of {found[3]} bytes"
+
+    for kernel in sorted({launch.kernel for launch in plan.launches}, key=len, reverse=True):
+        message = message.replace(kernel, short_name(kernel))
+    return re.sub(r"\b(input|output|workspace) (\d+) of (\d+) bytes", name, message)
 
 
 def _memory_message(problem: Problem, shape: Shape, device: Device, place: str, error: Exception) -> str:

@@ -45,7 +45,15 @@ def halves(want: torch.Tensor) -> torch.Tensor:
     return want.unflatten(-1, (2, -1)).transpose(-1, -2).reshape(want.shape)
 
 
+def columns_and_factor(want: torch.Tensor) -> torch.Tensor:
+    return unwritten(EVERY, slice(96, 128))(want * 2)
+
+
 EVERY = slice(None)
+COLUMNS = (
+    "1536 of the wrong elements were never written: columns 96 to 127 of axis 1 (256), a multiple of 32 aligned to it. "
+    "The others: a constant factor: got is about 2 times what was wanted; nearly everywhere else"
+)
 TAIL = "not written (the fill pattern is still there): 2048 of 12288 elements (16.7 %): the last 8 rows of axis 0 (48)"
 TILE = (
     "rows 16 to 31 of axis 0 (48), a multiple of 16 aligned to it "
@@ -57,6 +65,8 @@ FAULTS = {
     "nothing": (MATRIX, unwritten(EVERY), "nothing was written"),
     "tail rows": (MATRIX, unwritten(slice(40, None)), TAIL),
     "tail columns": (MATRIX, unwritten(EVERY, slice(250, None)), "the last 6 columns of axis 1 (256)"),
+    "middle columns": (MATRIX, unwritten(EVERY, slice(96, 128)), "columns 96 to 127 of axis 1 (256)"),
+    "columns and factor": (MATRIX, columns_and_factor, COLUMNS),
     "one row": (MATRIX, unwritten(17), "row 17 of axis 0 (48)"),
     "every 4th column": (MATRIX, unwritten(EVERY, slice(1, None, 4)), "every 4th column of axis 1 (256), from 1"),
     "first block": (MATRIX, changed(slice(0, 16)), "the first 16 rows of axis 0 (48)"),
@@ -115,6 +125,18 @@ def test_counts_of_special_values() -> None:
     record = built(got, want)
     assert (record.nan_count, record.inf_count, record.max_abs_error) == (3, 2, math.inf)
     assert "3 NaN and 2 infinities" in diff.describe(toy.problem(), [record], "1 of 5 draws")
+
+
+def test_what_was_never_written_is_not_told_as_nan() -> None:
+    want = torch.randn(48, 256).bfloat16()
+    record = built(columns_and_factor(want.clone()), want)
+    assert (record.nan_count, record.got) == (0, None)
+    text = diff.describe(toy.problem(), [record], "1 of 5 draws")
+    assert text.endswith(f"{COLUMNS}.") and "NaN" not in text and "inf" not in text
+    got = want.clone()
+    got.view(torch.int16)[:, 96:128] = -1
+    got[0, 0] = math.nan
+    assert built(got, want).nan_count == 1
 
 
 def test_integer_outputs_have_patterns_too() -> None:

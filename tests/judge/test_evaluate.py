@@ -11,7 +11,7 @@ import toy
 from mkb_env.devices.simulator import SimulatorDevice
 from mkb_env.judge.evaluate import EvaluateOptions, evaluate
 from mkb_env.judge.verdict import MAX_MESSAGE, Evaluation, Stage
-from mkb_env.plan import Buffer, LaunchPlan, OutputTree
+from mkb_env.plan import Buffer, Image, LaunchPlan, OutputTree
 
 
 def judge(plan: LaunchPlan, problem: Any = None, device: SimulatorDevice | None = None, **options: Any) -> Evaluation:
@@ -58,6 +58,8 @@ def test_expected_values_do_not_exist_while_the_candidate_runs(monkeypatch: pyte
         ("no tail", Stage.INCORRECT, ["not written", "the last 2 rows"]),
         ("writes input", Stage.INCORRECT, ["`bias`", "read-only"]),
         ("out of bounds", Stage.LAUNCH_ERROR, ["correctness draw 1 of 5"]),
+        ("past the input", Stage.LAUNCH_ERROR, ["it starts right at the end of input 1 (bias) of 256 bytes"]),
+        ("before the output", Stage.LAUNCH_ERROR, ["it starts 4 bytes before output 0 (y) of 1536 bytes"]),
         ("endless", Stage.TIMEOUT, ["correctness draw 1 of 5"]),
     ],
 )
@@ -68,6 +70,18 @@ def test_each_fault_has_its_stage_and_words(body: str, stage: Stage, words: list
     assert len(result.message) <= MAX_MESSAGE
     assert result.timing is None
     assert [kernel.name for kernel in result.kernels] == ["toy"]
+
+
+def test_a_workspace_and_a_long_kernel_name_are_told_plainly() -> None:
+    name = "toy" + "_and_more" * 20
+    plan = toy.plan(toy.BODIES["past the input"])
+    launch = plan.launches[0]
+    spare = msgspec.structs.replace(launch, kernel=name, params=(launch.params[0], toy.pointer(3), launch.params[2]))
+    image = Image(plan.images[0].ptx.replace(".entry toy(", f".entry {name}("), b"")
+    result = judge(toy.plan(buffers=(*plan.buffers, Buffer(256)), images=(image,), steps=(spare,)))
+    assert result.stage is Stage.LAUNCH_ERROR
+    assert "it starts right at the end of a workspace of 256 bytes" in result.message
+    assert f"of {name[:60]}...: ld.global" in result.message and name not in result.message
 
 
 def test_an_unknown_instruction_costs_the_agent_nothing() -> None:

@@ -102,6 +102,8 @@ BODIES = {
     "no tail": f"setp.gt.u32 %p1, %r1, 3; @%p1 bra DONE; {RIGHT}",
     "writes input": f"{RIGHT} st.global.f32 [%rd7], %f3;",
     "out of bounds": f"{RIGHT} add.u64 %rd8, %rd8, 1073741824;",
+    "past the input": f"ld.global.f32 %f2, [%rd2+256]; {RIGHT}",
+    "before the output": f"{RIGHT} st.global.f32 [%rd3+-4], %f4;",
     "endless": f"{RIGHT}\nAGAIN: setp.ne.u64 %p1, %rd3, 0; @%p1 bra AGAIN;",
 }
 

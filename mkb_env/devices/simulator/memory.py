@@ -106,11 +106,12 @@ class GlobalMemory:
         """Where ``address`` lies relative to the nearest region, as text."""
         best = min(self.regions, key=lambda r: max(r.start - address, address - r.end, 0), default=None)
         if best is None:
-            return "no buffer exists"
+            return "where no buffer exists"
         if address < best.start:
             return f"{best.start - address} bytes before {best.name} of {len(best.data)} bytes"
         if address >= best.end:
-            return f"{address - best.end} bytes past the end of {best.name} of {len(best.data)} bytes"
+            past = f"{address - best.end} bytes past" if address > best.end else "right at"
+            return f"{past} the end of {best.name} of {len(best.data)} bytes"
         return f"{address - best.start} bytes into {best.name} of {len(best.data)} bytes"
 
 
@@ -141,14 +142,14 @@ def fault(frame: Frame, access: Access, space: str, problem: str, addresses: Arr
         size = chunk.shared_bytes
         at = address - SHARED_BASE
         past = f"{at + access.total - size} bytes past" if at + access.total > size else "not past"
-        detail = f"byte offset {at} of the block's {size} bytes of shared memory, {past} its end"
+        detail = f"at byte offset {at} of the block's {size} bytes of shared memory, {past} its end"
     else:
-        detail = f"byte offset {address} of the thread's {chunk.program.local_bytes} bytes of {space} memory"
+        detail = f"at byte offset {address} of the thread's {chunk.program.local_bytes} bytes of {space} memory"
     number = int(np.count_nonzero(np.broadcast_to(bad, (frame.n,))))
     text = (
         f"Invalid __{space}__ {access.kind} of size {access.total} bytes: address 0x{address:x} is {problem}\n"
         f"  at PTX line {instruction.line} of {chunk.program.name}: {instruction.text}\n"
-        f"  by {where}" + (f" and {number - 1} other threads" if number > 1 else "") + f"\n  the address is {detail}"
+        f"  by {where}" + (f" and {number - 1} other threads" if number > 1 else "") + f"\n  it starts {detail}"
     )
     return DeviceFault("launch_error", text, chunk.program.name)
 
