@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import gymnasium as gym
@@ -69,10 +70,17 @@ class Result:
 
     score: float
     confirmed: bool
-    """Whether the best submission passed once more, on fresh seeds and on held-out shapes."""
+    """True only if the best submission passed once more, on fresh seeds and on held-out shapes. False with a score of
+    0: nothing passed, or it failed there. False with another score: the final judging could not be completed."""
     note: str
     verdicts: tuple[Verdict, ...] = ()
     """Of the final judging: the timed workload, then the held-out shapes."""
+
+    @property
+    def complaint(self) -> Verdict | None:
+        """The final judging's verdict that decided against the submission, or that says why it was not completed."""
+        not_passed = [verdict for verdict in self.verdicts if not verdict.passed]
+        return next((v for v in not_passed if v.stage.costs_step), not_passed[0] if not_passed else None)
 
 
 class KernelEnv(gym.Env[Observation, Action]):
@@ -100,7 +108,8 @@ class KernelEnv(gym.Env[Observation, Action]):
         workload: ``small`` or ``full``; None: ``small`` in the simulator, ``full`` on a GPU.
         max_submissions: judged submissions in an episode.
         max_seconds: wall clock of an episode.
-        skill: a note that each episode starts with; ``reset(options={"skill": text})`` overrides it.
+        skill: a note that each episode starts with; ``reset(options={"skill": text})`` overrides it. Whoever makes the
+            environment may inject any text: only a note that the agent writes is held to the rules for skills.
         reward: ``gain``: the gain in the episode's best score, corrected at the end so that the rewards add up to the
             result's score; ``score``: each submission's own speed-up; ``sparse``: the result's score at the end.
         render_mode: ``ansi`` (``render`` returns the last exchange) or ``human`` (it is printed).
@@ -108,7 +117,8 @@ class KernelEnv(gym.Env[Observation, Action]):
         judge: shared by the caller, who closes it; else the environment has its own.
 
     Raises:
-        ValueError: if an argument is none of the above.
+        ValueError: if an argument is none of the above, or ``device`` names a GPU that is not there.
+        TypeError: if a number is none, or ``judge`` is no judge.
     """
 
     metadata = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012 (Gymnasium's own declaration)
@@ -133,7 +143,11 @@ class KernelEnv(gym.Env[Observation, Action]):
         _choice("on_timeout", on_timeout, get_args(OnTimeout))
         _choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
         _choice("workload", workload, (None, *TIMED_WORKLOADS))
-        if max_submissions < 1 or max_seconds <= 0:
+        _number("max_submissions", max_submissions, Integral, "an integer")
+        _number("max_seconds", max_seconds, Real, "a number")
+        if judge is not None and not callable(getattr(judge, "judge", None)):
+            raise TypeError(f"judge must be an mkb_env.Judge or None, got {judge!r}")
+        if max_submissions < 1 or not max_seconds > 0:
             raise ValueError(
                 f"max_submissions and max_seconds must be positive, got {max_submissions} and {max_seconds}"
             )
@@ -148,6 +162,10 @@ class KernelEnv(gym.Env[Observation, Action]):
             from mkb_env.judge.client import Judge
 
             judge = Judge(device)
+            if device.startswith("cuda"):  # said now, not as an infra_error after the first submission
+                from mkb_env.devices.cuda import require
+
+                require(device)
         self.judge = judge
         self.action_space = spaces.Dict({"kind": spaces.Discrete(len(Kind)), "text": Utf8(MAX_SOURCE_BYTES)})
         self.observation_space = spaces.Dict(
@@ -230,6 +248,8 @@ class KernelEnv(gym.Env[Observation, Action]):
             self._over = True
             result = self._final()
             self._feedback += f"\nThe episode is over. {result.note}"
+            if found := result.complaint:
+                self._feedback += f"\nThe final judging found:\n{render(found)}"
         reward = self._reward(verdict, result)
         if self.render_mode == "human":
             print(self._text())
@@ -288,20 +308,19 @@ class KernelEnv(gym.Env[Observation, Action]):
         timed = self.judge.judge(source, self.problem, self.dsl, self.workload)
         held_out = self.judge.judge(source, self.problem, self.dsl, "heldout", timing=False)
         verdicts = (timed, held_out)
-        failed = [v for v in verdicts if v.stage.costs_step and not v.passed]
-        if failed:
-            where = "held-out shapes" if failed[0] is held_out else "fresh seeds"
-            note = f"The best submission did not pass again on {where} ({failed[0].stage.value}): the result is 0."
-            return Result(0.0, False, note, verdicts)
         score = timed.speedup if timed.passed else best
-        if all(v.passed for v in verdicts):
+        result = Result(score, False, "", verdicts)
+        found = result.complaint
+        if found is None:
             note = f"The best submission passed again, on fresh seeds and held-out shapes: the result is {score:.3f}."
-            return Result(score, True, note, verdicts)
-        unclear = next(v for v in verdicts if not v.passed)
-        note = (
-            f"The final judging could not be completed ({unclear.stage.value}); the result is {score:.3f}, unconfirmed."
-        )
-        return Result(score, False, note, verdicts)
+        elif found.stage.costs_step:
+            where = "held-out shapes" if found is held_out else "fresh seeds"
+            note = f"The best submission did not pass again on {where} ({found.stage.value}): the result is 0."
+            score = 0.0
+        else:
+            reason = found.stage.value
+            note = f"The final judging could not be completed ({reason}); the result is {score:.3f}, unconfirmed."
+        return replace(result, score=score, confirmed=found is None, note=note)
 
     def _reward(self, verdict: Verdict | None, result: Result | None) -> float:
         if self.reward_kind == "score":
@@ -350,6 +369,11 @@ class KernelEnv(gym.Env[Observation, Action]):
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _number(name: str, value: object, kind: type, words: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {words}, got {value!r}")
 
 
 def _pool(problem: str | None, family: str | None) -> tuple[str, ...]:

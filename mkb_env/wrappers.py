@@ -19,6 +19,7 @@ FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^\
 DEFINES_SOLVE = re.compile(r"^(def\s+solve\s*\(|solve\s*=)", re.MULTILINE)
 SKILL_LINE = re.compile(r"^\s*SKILL:[ \t]*", re.MULTILINE)
 FINISH_LINE = re.compile(r"^\s*FINISH\.?\s*$", re.MULTILINE)
+FINISH_WORD = re.compile(r"\bFINISH\b|^\W*(?i:finish)\W*$", re.MULTILINE)
 HOW_TO_REPLY = (
     "Reply with one fenced code block that holds the whole source and defines solve; "
     "or with a ```skill block (or SKILL: and the text) to store a skill; or with the line FINISH."
@@ -63,6 +64,18 @@ def read_reply(reply: str) -> Action | None:
     return Finish() if FINISH_LINE.search(reply) else None
 
 
+def what_is_missing(reply: str) -> str:
+    """Why :func:`read_reply` finds no action in ``reply``, in one sentence."""
+    fenced = blocks(reply)
+    if FENCE.search(reply) and len(FENCE.findall(reply)) > 2 * len(fenced):
+        return "The last code block is not closed."
+    if fenced:
+        return "The code block does not define solve at the start of a line."
+    if FINISH_WORD.search(reply):
+        return "FINISH must stand alone on its line, in capitals."
+    return "It has no fenced code block."
+
+
 def _parses(text: str) -> bool:
     try:
         with warnings.catch_warnings():
@@ -92,9 +105,8 @@ class TextAction(gym.Wrapper[Observation, Any, Observation, Action]):
         found = read_reply(action)
         observation, reward, terminated, truncated, info = self.env.step(found or Submit(action))
         if found is None:
-            problem = "the last code block is not closed" if len(FENCE.findall(action)) % 2 else "it has no such block"
             feedback = (
-                f"NO ACTION WAS FOUND IN THE REPLY: {problem}. {HOW_TO_REPLY} "
+                f"NO ACTION WAS FOUND IN THE REPLY. {what_is_missing(action)} {HOW_TO_REPLY} "
                 f"The reply was taken as a source instead:\n{observation['feedback']}"
             )
             observation = {**observation, "feedback": printable(feedback, MAX_TEXT_BYTES)}

@@ -78,3 +78,4 @@ def test_a_kernel_for_one_shape_only_does_not_survive_the_final_judging() -> Non
     assert gain > 0
     assert (terminated, info["result"].score, gain + correction) == (True, 0.0, 0.0)
     assert "held-out shapes" in observation["feedback"]
+    assert "The final judging found:\nlaunch_error: heldout shape " in observation["feedback"]

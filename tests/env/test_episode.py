@@ -201,12 +201,54 @@ def test_family_draws_by_seed_or_by_option() -> None:
         ({"max_submissions": 0}, "must be positive"),
         ({"max_seconds": 0}, "must be positive"),
         ({"family": "mlp_norm"}, "not both"),
+        ({"max_seconds": float("nan")}, "must be positive"),
         ({"skill": "\ud800"}, "a skill must be text"),
     ],
 )
 def test_misuse_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"judge": "x"}, "judge must be an mkb_env.Judge or None, got 'x'"),
+        ({"max_seconds": "60"}, "max_seconds must be a number, got '60'"),
+        ({"max_submissions": "3"}, "max_submissions must be an integer, got '3'"),
+        ({"max_submissions": 2.5}, "max_submissions must be an integer, got 2.5"),
+        ({"max_submissions": True}, "max_submissions must be an integer, got True"),
+    ],
+)
+def test_wrong_types_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        KernelEnv(SLUG, dsl="cute", **arguments)
+
+
+def test_a_gpu_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r'device "cuda:99" cannot be used: .* use --device simulator'):
+        KernelEnv(SLUG, dsl="cute", device="cuda:99")
+
+
+@pytest.mark.parametrize(
+    ("source", "stage", "shown"),
+    [
+        ("fragile", "incorrect", True),
+        ("narrow", "incorrect", True),
+        ("unlucky", "infra_error", True),
+        ("fast", "", False),
+    ],
+)
+def test_the_final_judgings_own_words_are_shown(source: str, stage: str, shown: bool) -> None:
+    feedback = play(make(), source)[1]["feedback"]
+    assert (f"The final judging found:\n{stage}: this is {stage}" in feedback) == shown
+
+
+def test_an_injected_skill_is_not_held_to_the_rules_of_skills() -> None:
+    env = make()
+    code = "# Heading\n```python\nx = 1\n```"
+    assert env.reset(options={"skill": code})[0]["skill"] == code
+    assert "refused" in env.step(WriteSkill(code))[0]["feedback"]
 
 
 @pytest.mark.parametrize("action", [None, "text", {"kind": 7, "text": ""}, {"kind": 0}, {"kind": 0, "text": b""}])

@@ -54,7 +54,18 @@ def test_a_reply_is_played() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"), [("I give up", "no such block"), ("```python\ndef solve(x):\n", "is not closed")]
+    ("reply", "reason"),
+    [
+        ("I give up", "It has no fenced code block."),
+        ("", "It has no fenced code block."),
+        ("I shall finish it tomorrow", "It has no fenced code block."),
+        ("```python\ndef solve(x):\n", "The last code block is not closed."),
+        ("```bash\nls\n```\n```python\ndef solve(x):\n", "The last code block is not closed."),
+        ("```python\ndef main(x):\n    pass\n```", "The code block does not define solve"),
+        ("```python\nprint(1)\n```\nI FINISH here", "The code block does not define solve"),
+        ("I want to FINISH now", "FINISH must stand alone"),
+        ("**Finish**", "FINISH must stand alone"),
+    ],
 )
 def test_a_reply_without_an_action_costs_a_submission_and_says_so(reply: str, reason: str) -> None:
     env = make({reply: [verdict(Stage.REJECTED)]})
