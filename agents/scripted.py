@@ -34,6 +34,8 @@ ARMS = (
 )
 """Source DSL, target DSL, problem."""
 
+INTERRUPTED = 130
+"""Exit code: what shells make of a process that SIGINT ended."""
 MIN_WIDTH = 140
 """Columns that the summary needs."""
 
@@ -196,7 +198,7 @@ def summary(episodes: list[Episode]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Play both arms; 0 if every episode went as the script says and passed, else 1."""
+    """Play both arms; 0 if every episode went as the script says and passed, 130 after Ctrl-C, else 1."""
     parser = argparse.ArgumentParser(prog="python -m mkb_env.agents.scripted", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, simulator, cuda or cuda:N (default: auto)")
     options = parser.parse_args(arguments)
@@ -204,8 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         episodes = run(options.device, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a device that is not there, a runtime folder that cannot be used
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     console.print()
     console.print(summary(episodes))
     passed = sum(episode.passed for episode in episodes)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ResetNeeded
+from gymnasium.wrappers import TimeLimit
 from table_judge import TableJudge, verdict
 
 from mkb_env.env import Finish, KernelEnv, Submit, WriteSkill
@@ -282,3 +283,10 @@ def test_a_shared_judge_is_left_open() -> None:
     env.close()
     env.close()
     assert not env.judge.closed
+
+
+def test_a_time_limit_from_outside_leaves_no_result() -> None:
+    env = TimeLimit(make(), max_episode_steps=1)
+    env.reset()
+    *_, terminated, truncated, info = env.step(Submit("fast"))
+    assert (terminated, truncated, "result" in info) == (False, True, False)

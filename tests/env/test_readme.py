@@ -1,4 +1,4 @@
-"""The README's Python example runs as printed."""
+"""The Python examples of the README and of docs/env.md run as printed."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "'(' was never closed" in printed
     assert "\npassed " in printed
     assert float(printed.splitlines()[-1]) > 0
+
+
+def test_batched_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/env.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(code, "docs/env.md", "exec"), {})
+    promised = re.findall(r"^print\(.*\)  # (.*?)(?:: .*)?$", code, re.MULTILINE)
+    assert len(promised) == 2
+    assert capsys.readouterr().out.splitlines() == promised
