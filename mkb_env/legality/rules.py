@@ -58,10 +58,13 @@ def check(source: str, dsl: str, inputs: tuple[str, ...] | None = None) -> Failu
     tree = _parse(source)
     if isinstance(tree, Failure):
         return tree
-    parsed = Source(source, dsl, inputs, tree)
-    for rule in RULES:
-        for finding in rule.find(parsed):
-            return _failure(source, rule, finding)
+    try:
+        parsed = Source(source, dsl, inputs, tree)
+        for rule in RULES:
+            for finding in rule.find(parsed):
+                return _failure(source, rule, finding)
+    except (RecursionError, MemoryError):
+        return _failure(source, PARSES, Finding("an expression nested too deeply"))
     return None
 
 
@@ -135,10 +138,11 @@ def _at(named: Named, evidence: str) -> Finding:
 def _names(table: tuple[str, ...]) -> Callable[[Source], Iterator[Finding]]:
     """Imports and uses of a dotted name of ``table``, or of anything inside it."""
     wanted = frozenset(table)
+    deepest = max(name.count(".") + 1 for name in table)
 
     def match(name: str) -> str | None:
         parts = name.split(".")
-        return next((p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in wanted), None)
+        return next((p for n in range(1, min(len(parts), deepest) + 1) if (p := ".".join(parts[:n])) in wanted), None)
 
     def find(source: Source) -> Iterator[Finding]:
         for named in source.imports + source.uses:
@@ -179,7 +183,7 @@ def _solve_arity(source: Source) -> Iterator[Finding]:
     required = positional - len(arguments.defaults)
     forced = [a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is None]
     if forced or required > count or (positional < count and arguments.vararg is None):
-        signature = ast.unparse(arguments)
+        signature = ast.unparse(arguments)[:MAX_LINE]
         yield Finding(
             f"`solve({signature})`, called as `solve({', '.join(source.inputs)})` with {count} positional arguments",
             solve.lineno,
@@ -242,6 +246,7 @@ RULES: tuple[Rule, ...] = (
         _names(forbidden.KERNEL_LIBRARIES),
         "compute it in a kernel of your own",
     ),
+    Rule("project", "This project's own code is not the submission's to use.", _names(("mkb_env",))),
     Rule("process", "No processes, threads or signals.", _names(forbidden.PROCESSES)),
     Rule("files-network", "No files and no network.", _files),
     Rule("dynamic-code", "No code from strings, imports by name, or interpreter internals.", _dynamic),

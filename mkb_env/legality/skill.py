@@ -12,6 +12,8 @@ FENCE = re.compile(r"^\s*(```|~~~)")
 HEADING = re.compile(r"^\s{0,3}(#{1,6}(\s|$)|(\*\*|__)[^*_]+(\*\*|__):?\s*$|<h[1-6]\b)", re.IGNORECASE)
 UNDERLINE = re.compile(r"^\s{0,3}(=+|-{2,})\s*$")
 C_CODE = re.compile(r"[;{}]\s*$")
+MARKERS = re.compile(r"^\s*(?:(?:[-*+>]|\d{1,3}[.)])\s+)+|`")
+"""List and quotation marks at the beginning of a line, and backticks: what follows is judged as if alone."""
 DECORATOR = re.compile(r"^\s*@[A-Za-z_][\w.]*(\(.*\))?\s*$")
 
 
@@ -26,7 +28,8 @@ def refuse_skill(text: str) -> str | None:
         quoted = f"line {number}: {line.strip()[:80]!r}"
         if HEADING.match(line) or (number > 1 and UNDERLINE.match(line) and lines[number - 2].strip()):
             return f"A skill is plain prose without headings; {quoted} is one."
-        if FENCE.match(line) or C_CODE.search(line) or DECORATOR.match(line) or _is_statement(line):
+        bare = MARKERS.sub("", line)
+        if FENCE.match(line) or any(test(bare) for test in (C_CODE.search, DECORATOR.match, _is_statement)):
             return f"A skill is plain prose without code; {quoted} is code. Describe it in words."
     return None
 

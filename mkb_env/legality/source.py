@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 
+MAX_PARTS = 12
+"""Attributes after the first name that are followed: more than any name the rules know has."""
+
+
 @dataclass(frozen=True)
 class Named:
     """A dotted name, with imports resolved (``t.compile`` after ``import torch as t`` is ``torch.compile``)."""
@@ -75,7 +79,7 @@ class Source:
         for node in self.nodes:
             parts: list[str] = []
             inner: ast.AST = node
-            while isinstance(inner, ast.Attribute):
+            while isinstance(inner, ast.Attribute) and len(parts) <= MAX_PARTS:
                 parts.append(inner.attr)
                 inner = inner.value
             if isinstance(inner, ast.Name) and inner.id in self.aliases:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
 
-from mkb_env.recorder.protocol import FAILURE_KINDS, Failure, Recording, RecordRequest
+from mkb_env.recorder.protocol import FAILURE_KINDS, Failure, Recording, RecordRequest, SourceLocation
 from mkb_env.servers.client import Outcome, ServerClient, ServerError, signal_name
 
 CHILD_KINDS = frozenset(FAILURE_KINDS) - {"timeout", "unsupported", "infra_error"}
 """What a recording may say of itself: the rest would cost it nothing, so only this side says it."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+STAGES = ("import", "solve", "record")
+MAX_TEXT, MAX_LOG, MAX_LINE, MAX_LINES = 8000, 4000, 1000, 300_000
 
 HINT_CRASH = (
     "host code must not read tensor data through raw pointers; tensors have addresses but no data while recording"
@@ -40,17 +45,45 @@ class RecorderClient:
     def _judge(self, outcome: Outcome, request: RecordRequest) -> Recording:
         if outcome.result is None:
             return Recording(failure=how_it_ended(outcome, request), sandbox=outcome.ended.sandbox)
+        sandbox = outcome.ended.sandbox
         try:
             recording = msgspec.msgpack.decode(outcome.result, type=Recording)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            broken = Failure("host_error", "the submission broke the recording: its answer is not a recording")
-            return Recording(failure=broken, sandbox=outcome.ended.sandbox)
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError, RecursionError):
+            return Recording(failure=_broken("its answer is not a recording"), sandbox=sandbox)
         failure = recording.failure
-        if failure and failure.kind not in CHILD_KINDS:
-            failure = msgspec.structs.replace(failure, kind="host_error")
-        if failure is None and len(recording.plans) != len(request.calls):
-            failure = Failure("host_error", "the submission broke the recording: it does not hold a plan per call")
-        return msgspec.structs.replace(recording, failure=failure, sandbox=outcome.ended.sandbox)
+        if len(recording.plans) > len(request.calls) or (failure is None and len(recording.plans) < len(request.calls)):
+            return Recording(failure=_broken("it does not hold a plan per call"), sandbox=sandbox)
+        log, seconds = plain(recording.log, MAX_LOG), _times(recording.seconds)
+        return Recording(recording.plans, failure and _trimmed(failure), log, seconds, sandbox)
+
+
+def _broken(how: str) -> Failure:
+    return Failure("host_error", f"the submission broke the recording: {how}")
+
+
+def _trimmed(failure: Failure) -> Failure:
+    """A failure as told by untrusted code: of a kind that it may claim, and of bounded size."""
+    place = failure.location
+    if place is not None:
+        text = plain(place.text, MAX_LINE)
+        place = SourceLocation(min(max(place.line, 0), MAX_LINES), min(max(place.column, 0), len(text) + 1), text)
+    return Failure(
+        failure.kind if failure.kind in CHILD_KINDS else "host_error",
+        plain(failure.message, MAX_TEXT),
+        plain(failure.error_class, 100),
+        place,
+        plain(failure.hint, 1000),
+    )
+
+
+def plain(text: str, limit: int) -> str:
+    """At most ``limit`` characters of a text, without terminal controls."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text[:limit])
+
+
+def _times(seconds: dict[str, float]) -> dict[str, float]:
+    """The stages this side knows, with times that can be times."""
+    return {name: seconds[name] for name in STAGES if 0 <= seconds.get(name, -1.0) < 1e6}
 
 
 def how_it_ended(outcome: Outcome, request: RecordRequest) -> Failure:

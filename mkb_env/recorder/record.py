@@ -44,7 +44,8 @@ def record(request: RecordRequest, dsl: Dsl, scratch: Path, progress: Callable[[
     sink = Sink(tape, dsl.attach(tape, str(scratch)))
     recorder = Recorder(tape)
     path = scratch / f"{MODULE}.py"
-    path.write_text(request.source, encoding="utf-8")
+    # with a byte-order mark, Python takes the file for UTF-8 whatever a coding line in it says
+    path.write_text(request.source, encoding="utf-8-sig")
     plans: list[bytes] = []
     failure = None
     with log.capturing():
@@ -196,7 +197,7 @@ class Log(io.TextIOBase):
 
     def tail(self) -> str:
         """The last characters printed."""
-        return self.text[-MAX_LOG:]
+        return self.text[-MAX_LOG:].encode(errors="backslashreplace").decode()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

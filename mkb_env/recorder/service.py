@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -55,12 +55,22 @@ def confine(memory_bytes: int) -> tuple[str, ...]:
 
 def close() -> None:
     """In the parent, at its end."""
-    shutil.rmtree(_root, ignore_errors=True)
+    subprocess.run(["rm", "-rf", "--", str(_root)], check=False)
+
+
+def enter() -> None:
+    """In the worker: from here on no process can be started, and no socket opened."""
+    from mkb_env.recorder import seccomp
+
+    seccomp.install()
 
 
 def clean(pid: int) -> None:
-    """In the parent, once a job is over: remove its scratch folder, which it may not do itself."""
-    shutil.rmtree(_scratch_of(pid), ignore_errors=True)
+    """In the parent, once a job is over: remove its scratch folder, which it may not do itself.
+
+    By a program of its own: a tree may be as deep as a submission likes, and removing it may take long.
+    """
+    subprocess.Popen(["rm", "-rf", "--", str(_scratch_of(pid))], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _scratch_of(pid: int) -> Path:

@@ -133,7 +133,7 @@ class ServerClient:
                         if on_progress:
                             on_progress(stage)
                     result = message.result
-            except (ConnectionEnded, BrokenPipeError, ConnectionResetError, ValueError, msgspec.DecodeError):
+            except (ConnectionEnded, OSError, ValueError, msgspec.DecodeError, RecursionError, MemoryError):
                 pass  # the job ended, or sent what no honest job sends: how it ended is told on the control connection
             if result is None:
                 ours.close()

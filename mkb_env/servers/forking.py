@@ -4,6 +4,7 @@ The service is a module with::
 
     def preload(argument: str) -> None          # import what jobs need; runs once, in the parent
     def confine(memory_bytes: int) -> tuple[str, ...]   # in the child, before the payload is read; what is in force
+    def enter() -> None                                  # last step before the payload is read; no fork after it
     def handle(payload: bytes, progress) -> bytes        # the job, in the child
     def clean(pid: int) -> None                # in the parent, after the end of the child whose confine ran as pid
     def close() -> None                        # in the parent, at its end
@@ -136,12 +137,15 @@ class ForkingServer:
             self.selector.unregister(job.control)
         del self.jobs[pid]
         job.finish()
-        self.service.clean(pid)
+        try:
+            self.service.clean(pid)
+        except Exception:  # what a job leaves must not end the server
+            traceback.print_exc()
 
     def _accept(self) -> None:
         control, _ = self.listener.accept()
         try:
-            control.settimeout(10)
+            control.settimeout(1)
             header, data = receive_header(control)
             control.settimeout(None)
         except Exception:
@@ -190,6 +194,10 @@ class ForkingServer:
             else:
                 os.write(report, f"sandbox={','.join(sandbox)}\n".encode())
             os.close(report)
+            null = os.open(os.devnull, os.O_RDWR)
+            for number in range(3):  # the server's log is not the job's to write
+                os.dup2(null, number)
+            self.service.enter()
             self._work(data)
         except BaseException:
             traceback.print_exc()

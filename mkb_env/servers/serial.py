@@ -28,7 +28,7 @@ def serve(worker: Any, listener: socket.socket) -> None:
         except TimeoutError:
             return
         with control:
-            control.settimeout(10)
+            control.settimeout(1)
             try:
                 header, data = receive_header(control)
             except (OSError, EOFError, ValueError):

@@ -23,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-MAX_FRAME = 1 << 30
+MAX_FRAME = 320 << 20
+"""Bytes; a recording holds plans of at most 256 MiB."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -43,6 +43,9 @@ def test_prose_is_taken(text: str) -> None:
         ("Write acc += x;", "code"),
         ("if (row < n) {", "code"),
         ("cute.arch.sync_threads()", "code"),
+        ("- acc = acc + x[i]", "code"),
+        ("1. import cutlass", "code"),
+        ("> `cute.arch.sync_threads()`", "code"),
     ],
 )
 def test_refused_with_the_reason(text: str, reason: str) -> None:

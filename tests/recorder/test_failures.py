@@ -70,10 +70,41 @@ def test_host_code(name: str) -> None:
         assert failure.location is not None and failure.location.text.strip().startswith(line)
 
 
-def test_time_limit_ends_a_sleeper_and_its_children() -> None:
-    body = "    import os, time\n    if os.fork() == 0:\n        os.setsid()\n    time.sleep(600)"
+def test_time_limit_ends_a_sleeper_and_its_threads() -> None:
+    body = (
+        "    import threading, time\n    threading.Thread(target=time.sleep, args=(600,)).start()\n    time.sleep(600)"
+    )
     failure = failure_of(with_solve("cute", body), "cute", seconds=1.5)
     assert failure.kind == "timeout" and "1.5 s" in failure.message
+    plan_of(GOOD, "cute")
+
+
+DENIED = {
+    "fork": "os.fork()",
+    "program": "os.execv('/bin/true', ['true'])",
+    "subprocess": "__import__('subprocess').run(['true'])",
+    "unix socket": "socket.socket(socket.AF_UNIX)",
+    "internet socket": "socket.socket(socket.AF_INET)",
+    "shared memory": "mmap.mmap(-1, 1 << 20)",
+    "memory file": "os.memfd_create('x')",
+}
+
+
+@pytest.mark.parametrize("name", DENIED)
+def test_system_calls_out_of_reach(name: str) -> None:
+    failure = failure_of(with_solve("cute", f"    import mmap, os, socket\n    {DENIED[name]}"), "cute")
+    assert failure.kind == "host_error" and failure.error_class == "PermissionError", failure
+
+
+def test_a_deep_folder_does_not_end_the_server() -> None:
+    body = """
+    import os
+    for _ in range(3000):
+        os.mkdir("d")
+        os.chdir("d")
+    raise ValueError("deep")
+"""
+    assert "deep" in failure_of(with_solve("cute", body), "cute").message
     plan_of(GOOD, "cute")
 
 
