@@ -307,13 +307,15 @@ class KernelEnv(gym.Env[Observation, Action]):
         best, source = self._best
         timed = self.judge.judge(source, self.problem, self.dsl, self.workload)
         held_out = self.judge.judge(source, self.problem, self.dsl, "heldout", timing=False)
+        if held_out.stage is Stage.INFRA_ERROR:  # once more, since it is not the agent's fault
+            held_out = self.judge.judge(source, self.problem, self.dsl, "heldout", timing=False)
         verdicts = (timed, held_out)
         score = timed.speedup if timed.passed else best
         result = Result(score, False, "", verdicts)
         found = result.complaint
         if found is None:
             note = f"The best submission passed again, on fresh seeds and held-out shapes: the result is {score:.3f}."
-        elif found.stage.costs_step:
+        elif found.stage is not Stage.INFRA_ERROR:  # unsupported too: the timed shape ran, so it chose to differ here
             where = "held-out shapes" if found is held_out else "fresh seeds"
             note = f"The best submission did not pass again on {where} ({found.stage.value}): the result is 0."
             score = 0.0
