@@ -20,6 +20,7 @@ import torch
 from mkb_env.devices.base import Device, DeviceFault, LoadedPlan, short_name
 from mkb_env.judge import diff, draws, structure, timing, tolerance
 from mkb_env.judge.eager import eager_us
+from mkb_env.judge.guard import plan_at_fault
 from mkb_env.judge.statistics import certain
 from mkb_env.judge.verdict import Evaluation, OutputDiff, Stage, Timing, clip
 from mkb_env.plan import LaunchPlan
@@ -137,7 +138,7 @@ class _Judge:
         if complaint := complaint or structure.aliases(self.plan, self.device.torch_device):
             return Stage.INCORRECT, complaint
         self.seeds = list(draws.new_seeds(self.options.correctness_draws))
-        with self._clock("load"):
+        with self._clock("load"), plan_at_fault():
             self.loaded = self.device.load(self.plan)
         failed = 0
         for number, seed in enumerate(self.seeds, 1):
@@ -195,7 +196,7 @@ class _Judge:
             given = draws.draw(self.problem, self.shape, seed, self.device.torch_device)
             if complaint := structure.misfit(self.plan, self.problem, given):
                 raise _Ended(Stage.LAUNCH_ERROR, complaint)
-        with self._clock("check"):
+        with self._clock("check"), plan_at_fault():
             bound = self.loaded.bind(given)
             bound.poison()
             bound.run()
@@ -248,7 +249,9 @@ class _Judge:
         """The simulator's estimate of the kernel against a model of eager execution."""
         assert self.loaded is not None
         inputs = draws.draw(self.problem, self.shape, self.seeds[0], self.device.torch_device)
-        kernel_us, baseline_us = self.loaded.estimate_us(), eager_us(self.problem, inputs)
+        with plan_at_fault():
+            kernel_us = self.loaded.estimate_us()
+        baseline_us = eager_us(self.problem, inputs)
         if not kernel_us:
             raise _Ended(Stage.INFRA_ERROR, f"{self.device.name} gave no estimate of the kernel's duration")
         return Timing(

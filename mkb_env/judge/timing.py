@@ -22,6 +22,7 @@ import torch
 
 from mkb_env.devices.base import Device, DeviceFault, LoadedPlan
 from mkb_env.judge import draws
+from mkb_env.judge.guard import plan_at_fault
 from mkb_env.judge.statistics import is_narrow, ratio_of_medians
 from mkb_env.judge.verdict import Interval
 from mkb_env.problems.contract import Problem, Shape
@@ -106,10 +107,11 @@ def answer(bench: Bench, seed: int, run: Callable[[Callable[[], None]], Any]) ->
         DeviceFault: for faults of the device code.
     """
     given = draws.draw(bench.problem, bench.shape, seed, bench.device.torch_device)
-    bound = bench.loaded.bind(given)
-    bound.poison()
-    result = run(bound.run)
-    outputs = tuple(output.clone(memory_format=torch.contiguous_format) for output in bound.outputs)
+    with plan_at_fault():
+        bound = bench.loaded.bind(given)
+        bound.poison()
+        result = run(bound.run)
+        outputs = tuple(output.clone(memory_format=torch.contiguous_format) for output in bound.outputs)
     return Answer(seed, given, outputs), result
 
 
@@ -183,8 +185,9 @@ def device_only(bench: Bench) -> Interval | None:
     first, second = (
         draws.draw(bench.problem, bench.shape, seed, bench.device.torch_device) for seed in draws.new_seeds(2)
     )
-    bound = bench.loaded.bind(first)
-    bound.poison()
+    with plan_at_fault():
+        bound = bench.loaded.bind(first)
+        bound.poison()
     graphs: list[torch.cuda.CUDAGraph] = []
     with draws.strict_math(), torch.no_grad(), _no_collection():
         try:

@@ -200,6 +200,8 @@ class DeviceMode(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             stand_in = tree_map_only(torch.Tensor, meta_of, args)
             made = self.recorder.allocate(func(*stand_in, **kwargs))
+        if value is not None:
+            torch.empty(1, dtype=made.dtype).fill_(value)  # torch's own objection to a value the dtype cannot hold
         if value is not None and made.numel():
             self.recorder.tape.add(Fill(self.recorder.tape.view(made), value))
         return made
@@ -329,6 +331,7 @@ class TapeMode(TorchDispatchMode):
     def _fill(self, name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             value = self._known(value).item()
+        torch.empty(1, dtype=target.dtype).fill_(value)  # torch's own objection to a value the dtype cannot hold
         if target.numel():
             self.recorder.tape.add(Fill(self.recorder.tape.view(target), value))
         return target
