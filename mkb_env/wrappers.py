@@ -15,11 +15,11 @@ from mkb_env.spaces import Utf8, printable
 
 MAX_REPLY_BYTES = 4 * MAX_SOURCE_BYTES
 
-FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*$", re.MULTILINE)
-DEFINES_SOLVE = re.compile(r"^(def\s+solve\s*\(|solve\s*=)", re.MULTILINE)
-SKILL_LINE = re.compile(r"^\s*SKILL:[ \t]*", re.MULTILINE)
-FINISH_LINE = re.compile(r"^\s*FINISH\.?\s*$", re.MULTILINE)
-FINISH_WORD = re.compile(r"\bFINISH\b|^\W*(?i:finish)\W*$", re.MULTILINE)
+# nothing here can match across lines or in more than one way: a reply is of any length and any shape
+DEFINES_SOLVE = re.compile(r"^(def[ \t]+solve[ \t]*\(|solve[ \t]*=)", re.MULTILINE)
+SKILL_LINE = re.compile(r"^[ \t]*SKILL:[ \t]*", re.MULTILINE)
+FINISH_LINE = re.compile(r"^[ \t]*FINISH\.?[ \t\r]*$", re.MULTILINE)
+FINISH_WORD = re.compile(r"\bFINISH\b|^[^\w\n]*(?i:finish)[^\w\n]*$", re.MULTILINE)
 HOW_TO_REPLY = (
     "Reply with one fenced code block that holds the whole source and defines solve; "
     "or with a ```skill block (or SKILL: and the text) to store a skill; or with the line FINISH."
@@ -28,18 +28,35 @@ HOW_TO_REPLY = (
 
 def blocks(reply: str) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks of a reply, in order; one that is never closed is left out."""
+    return _fenced(reply)[0]
+
+
+def _fenced(reply: str) -> tuple[list[tuple[str, str]], bool]:
+    """The closed blocks of a reply, and whether one more is open at its end."""
     found: list[tuple[str, str]] = []
-    position = 0
-    while opening := FENCE.search(reply, position):
-        mark = opening["fence"]
-        closing = re.compile(rf"^ {{0,3}}{re.escape(mark[0])}{{{len(mark)},}}[ \t]*\r?$", re.MULTILINE)
-        end = closing.search(reply, opening.end())
-        if end is None:
-            break
-        text = reply[opening.end() : end.start()]
-        found.append((opening["language"].lower(), text.removeprefix("\r").removeprefix("\n")))
-        position = end.end()
-    return found
+    mark, language = "", ""
+    inside: list[str] = []
+    for line in reply.split("\n"):
+        fence, info = _fence(line)
+        if not mark:
+            if fence and not (fence[0] == "`" and "`" in info):
+                mark, language, inside = fence, (info.split() or [""])[0].lower(), []
+        elif fence.startswith(mark) and not info:
+            found.append((language, "".join(f"{text}\n" for text in inside)))
+            mark = ""
+        else:
+            inside.append(line)
+    return found, bool(mark)
+
+
+def _fence(line: str) -> tuple[str, str]:
+    """The fence at the beginning of a line (three or more backticks or tildes, or nothing) and what follows it."""
+    text = line.lstrip(" ")
+    rest = text.lstrip(text[0]) if text[:1] in ("`", "~") else text
+    length = len(text) - len(rest)
+    if length < 3 or len(line) - len(text) > 3:
+        return "", ""
+    return text[:length], rest.strip()
 
 
 def read_reply(reply: str) -> Action | None:
@@ -66,8 +83,8 @@ def read_reply(reply: str) -> Action | None:
 
 def what_is_missing(reply: str) -> str:
     """Why :func:`read_reply` finds no action in ``reply``, in one sentence."""
-    fenced = blocks(reply)
-    if FENCE.search(reply) and len(FENCE.findall(reply)) > 2 * len(fenced):
+    fenced, unclosed = _fenced(reply)
+    if unclosed:
         return "The last code block is not closed."
     if fenced:
         return "The code block does not define solve at the start of a line."

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-
 MAX_PARTS = 12
 """Attributes after the first name that are followed: more than any name the rules know has."""
 

@@ -195,8 +195,8 @@ class ForkingServer:
                 os.write(report, f"sandbox={','.join(sandbox)}\n".encode())
             os.close(report)
             null = os.open(os.devnull, os.O_RDWR)
-            for number in range(3):  # the server's log is not the job's to write
-                os.dup2(null, number)
+            for standard in range(3):  # the server's log is not the job's to write
+                os.dup2(null, standard)
             self.service.enter()
             self._work(data)
         except BaseException:
