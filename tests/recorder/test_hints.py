@@ -42,7 +42,7 @@ MISTAKES = {
     "tirx torch": ("tirx", (("T.float32(2)", "torch.sqrt(x[row, column])"),), "T.sqrt"),
     "tirx width": ("tirx", ((DECLARED, DECLARED.replace("128", "256")),), "written into the kernel for another shape"),
     "tirx rows": ("tirx", (("build(x.shape[0])", "build(7)"),), "written into the kernel for another shape"),
-    "tirx view": ("tirx", (("(x, y)\n\n", "(x, torch.empty(4, 256, dtype=x.dtype)[:, :128].cuda())\n\n"),), "a view"),
+    "tirx view": ("tirx", (("(x, y)\n\n", "(x, torch.empty(4, 256, dtype=x.dtype).cuda()[:, :128])\n\n"),), "a view"),
 }  # fmt: skip
 
 
