@@ -80,7 +80,7 @@ class Result:
     def complaint(self) -> Verdict | None:
         """The final judging's verdict that decided against the submission, or that says why it was not completed."""
         not_passed = [verdict for verdict in self.verdicts if not verdict.passed]
-        return next((v for v in not_passed if v.stage.costs_step), not_passed[0] if not_passed else None)
+        return next((v for v in not_passed if v.stage is not Stage.INFRA_ERROR), not_passed[0] if not_passed else None)
 
 
 class KernelEnv(gym.Env[Observation, Action]):

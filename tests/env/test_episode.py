@@ -21,6 +21,7 @@ ANSWERS = {
     "fragile": [verdict(Stage.PASSED, 4.0), verdict(Stage.INCORRECT)],
     "narrow": [verdict(Stage.PASSED, 4.0), verdict(Stage.PASSED, 4.0), verdict(Stage.INCORRECT)],
     "unlucky": [verdict(Stage.PASSED, 4.0), verdict(Stage.INFRA_ERROR)],
+    "evasive": [verdict(Stage.PASSED, 4.0), verdict(Stage.INFRA_ERROR), verdict(Stage.UNSUPPORTED)],
     "wrong": [verdict(Stage.INCORRECT)],
     "hangs": [verdict(Stage.TIMEOUT)],
     "exotic": [verdict(Stage.UNSUPPORTED)],
@@ -55,6 +56,7 @@ def play(env: KernelEnv, *sources: str) -> tuple[list[float], dict[str, Any], di
         (("slow", "lucky"), [0.5, 3.5, -1.0]),
         (("fast", "fragile"), [2.0, 2.0, -4.0]),
         (("narrow",), [4.0, -4.0]),
+        (("evasive",), [4.0, -4.0]),
         (("unlucky",), [4.0, 0.0]),
     ],
 )
