@@ -88,6 +88,10 @@ class Judge:
             self.device = "simulator" if available() else "cuda"
         return self.device
 
+    def _where(self) -> dict[str, Any]:
+        """The verdict's device, by its own name once that is known; asking for it would start a server."""
+        return {"device": self._device_name or self._resolve(), "simulated": self.simulated}
+
     def _server(self) -> ServerClient:
         if self._evaluator is None:
             kind, _, ordinal = self._resolve().partition(":")
@@ -118,7 +122,7 @@ class Judge:
         workload = self._check_names(problem, dsl, workload)
         started = time.monotonic()
         digest = hashlib.sha256(source.encode(errors="replace")).hexdigest()
-        base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=digest, simulated=self.simulated)
+        base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=digest, **self._where())
         failure = check(source, dsl, inputs=brief(problem).inputs)
         if failure:
             return _with_failure(base, Recording(failure=failure), started)
