@@ -189,7 +189,7 @@ class Judge:
             workload,
             "",
             source_sha256=plan.source_sha256,
-            simulated=self.simulated,
+            **self._where(),
         )
         started = time.monotonic()
         try:
@@ -280,11 +280,9 @@ class Judge:
         if outcome.ended.timed_out:
             where = f"in stage {outcome.stage or 'start'}"
             return Evaluation(
-                Stage.TIMEOUT, f"the kernels were not done after {seconds:g} s ({where})", simulated=self.simulated
+                Stage.TIMEOUT, f"the kernels were not done after {seconds:g} s ({where})", **self._where()
             )
-        return Evaluation(
-            Stage.INFRA_ERROR, f"the evaluator gave no answer: {_ending(outcome)}", simulated=self.simulated
-        )
+        return Evaluation(Stage.INFRA_ERROR, f"the evaluator gave no answer: {_ending(outcome)}", **self._where())
 
 
 def _ending(outcome: Outcome) -> str:
