@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkb_env.dsl.base import installed
+from mkb_env.dsl.nvrtc_preamble import lighter
 
 if TYPE_CHECKING:
     from mkb_env.recorder.tape import Tape
@@ -99,9 +100,23 @@ def preload() -> None:
 
     nvrtc.nvrtcGetCUBIN = get_both
 
+    create = nvrtc.nvrtcCreateProgram
+    light = False
+
+    def create_light(code: bytes, *rest: Any) -> Any:
+        return create(lighter(code) if light else code, *rest)
+
+    nvrtc.nvrtcCreateProgram = create_light
+
     def compile_cuda(code: str, *_: Any) -> bytes:
+        nonlocal light
         texts.clear()
-        cubin = bytes(nvcc.compile_cuda(code, target_format="cubin", arch=ARCH, compiler="nvrtc"))
+        light = True
+        try:
+            cubin = bytes(nvcc.compile_cuda(code, target_format="cubin", arch=ARCH, compiler="nvrtc"))
+        except RuntimeError:
+            light = False  # whatever is wrong with it is then told of the source that TVM itself would compile
+            cubin = bytes(nvcc.compile_cuda(code, target_format="cubin", arch=ARCH, compiler="nvrtc"))
         if _tape is not None:
             _tape.add_module(texts[-1], cubin)
         return cubin
