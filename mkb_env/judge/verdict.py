@@ -9,10 +9,19 @@ from typing import Any
 import msgspec
 
 from mkb_env.devices.base import KernelInfo
-from mkb_env.recorder.protocol import SourceLocation
+from mkb_env.recorder.protocol import MAX_MESSAGE, SourceLocation, clip
 
-MAX_MESSAGE = 4000
-"""Characters of a message that are kept, from its head and its tail."""
+__all__ = [
+    "MAX_MESSAGE",
+    "Evaluation",
+    "Interval",
+    "OutputDiff",
+    "SourceLocation",
+    "Stage",
+    "Timing",
+    "Verdict",
+    "clip",
+]
 
 
 class Stage(StrEnum):
@@ -152,12 +161,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
     return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def clip(text: str, limit: int = MAX_MESSAGE) -> str:
-    """``text``, or its head and tail around a note of what was left out, at most ``limit`` characters."""
-    if len(text) <= limit:
-        return text
-    keep = limit - 60
-    head = keep * 2 // 3
-    return f"{text[:head]}\n[... {len(text) - keep} characters left out ...]\n{text[-(keep - head) :]}"

@@ -7,10 +7,9 @@ import traceback
 from pathlib import Path
 
 from mkb_env.dsl import Dsl
-from mkb_env.recorder.protocol import Failure, FailureKind, SourceLocation
+from mkb_env.recorder.protocol import Failure, FailureKind, SourceLocation, clip
 from mkb_env.recorder.tape import HostRefusal
 
-MAX_MESSAGE = 4000
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -104,10 +103,3 @@ def at(source: str, line: int, column: int) -> SourceLocation:
     """A location with its source line."""
     lines = source.splitlines()
     return SourceLocation(line, column, lines[line - 1] if 0 < line <= len(lines) else "")
-
-
-def clip(text: str) -> str:
-    """Head and tail of a long message."""
-    if len(text) <= MAX_MESSAGE:
-        return text
-    return f"{text[:2600]}\n[... {len(text) - 3900} characters left out ...]\n{text[-1300:]}"

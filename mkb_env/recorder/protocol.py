@@ -94,3 +94,16 @@ class Recording(msgspec.Struct, frozen=True):
     """Wall clock by stage: import, solve (compilation included), and record, the whole job."""
     sandbox: tuple[str, ...] = ()
     """Isolation in force, for example ``("network", "files", "memory", "time")``."""
+
+
+MAX_MESSAGE = 4000
+"""Characters of a message that are kept, from its head and its tail."""
+
+
+def clip(text: str, limit: int = MAX_MESSAGE) -> str:
+    """``text``, or its head and tail around a note of what was left out, at most ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    keep = limit - 60
+    head = keep * 2 // 3
+    return f"{text[:head]}\n[... {len(text) - keep} characters left out ...]\n{text[-(keep - head) :]}"

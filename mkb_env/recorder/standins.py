@@ -170,17 +170,18 @@ def _install(module: Any, answers: dict[str, Callable[..., Any]], prefix: str, t
             setattr(module, name, refuser(f"{title}.{name}"))
 
 
+def _attribute(which: Any) -> int:
+    number = int(which)
+    if number not in target.ATTRIBUTES:
+        raise HostRefusal(f"device attribute {which} is not known while recording")
+    return target.ATTRIBUTES[number]
+
+
 def _driver_answers(driver: Any) -> dict[str, Callable[..., Any]]:
     ok = driver.CUresult.CUDA_SUCCESS
 
     def done(*_: Any) -> tuple[Any]:
         return (ok,)
-
-    def attribute(which: Any, device: Any = None) -> tuple[Any, int]:
-        number = int(which)
-        if number not in target.ATTRIBUTES:
-            raise HostRefusal(f"device attribute {which} is not known while recording")
-        return ok, target.ATTRIBUTES[number]
 
     def clusters(kernel: Any, config: Any) -> tuple[Any, int]:
         value = config.attrs[0].value.clusterDim
@@ -192,7 +193,7 @@ def _driver_answers(driver: Any) -> dict[str, Callable[..., Any]]:
         "cuDeviceGetCount": lambda: (ok, 1),
         "cuDeviceGet": lambda ordinal: (ok, driver.CUdevice(0)),
         "cuDeviceGetName": lambda length, device: (ok, target.NAME.encode()),
-        "cuDeviceGetAttribute": attribute,
+        "cuDeviceGetAttribute": lambda which, device: (ok, _attribute(which)),
         "cuDeviceTotalMem": lambda device: (ok, target.MEMORY_BYTES),
         "cuCtxGetCurrent": lambda: (ok, driver.CUcontext(1)),
         "cuCtxGetDevice": lambda: (ok, driver.CUdevice(0)),
@@ -220,18 +221,12 @@ def _runtime_answers(runtime: Any) -> dict[str, Callable[..., Any]]:
     def done(*_: Any) -> tuple[Any]:
         return (ok,)
 
-    def attribute(which: Any, device: Any = None) -> tuple[Any, int]:
-        number = int(which)
-        if number not in target.ATTRIBUTES:
-            raise HostRefusal(f"device attribute {which} is not known while recording")
-        return ok, target.ATTRIBUTES[number]
-
     return {
         "cudaGetDeviceCount": lambda: (ok, 1),
         "cudaGetDevice": lambda: (ok, 0),
         "cudaSetDevice": done,
         "cudaFree": done,
-        "cudaDeviceGetAttribute": attribute,
+        "cudaDeviceGetAttribute": lambda which, device: (ok, _attribute(which)),
         "cudaDeviceSynchronize": done,
         "cudaStreamSynchronize": done,
         "cudaDriverGetVersion": lambda: (ok, target.DRIVER_VERSION),
