@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import math
 import os
 import resource
 import signal
@@ -180,10 +181,17 @@ class Launcher:
         """The end of what the current or last child printed."""
         return self._log.text(limit) if self._log else ""
 
-    def call(self, job: bytes, seconds: float, on_progress: Callable[[str], None] | None = None) -> bytes:
+    def call(
+        self,
+        job: bytes,
+        seconds: float,
+        on_progress: Callable[[str], None] | None = None,
+        stall_seconds: float = math.inf,
+    ) -> bytes:
         """Run ``job`` and return the handler's answer; ``on_progress`` hears of each stage the handler enters.
 
-        ``seconds`` counts from the moment the child has the device; starting one has its own limit.
+        ``seconds`` counts from the moment the child has the device; starting one has its own limit. A handler that
+        enters no new stage for ``stall_seconds`` is taken to hang.
 
         Raises:
             DeviceFault: the handler's own, or ``timeout`` if there was no answer in time (the child was killed),
@@ -193,17 +201,21 @@ class Launcher:
             self._ensure_started()
             deadline = time.monotonic() + seconds
             assert self._connection is not None
-            stage = ""
+            stage, limit = "", deadline
             try:
                 self._connection.settimeout(max(seconds, 1e-3))
                 _send(self._connection, Job(job))
-                while isinstance(frame := _receive(self._connection, deadline), Progress):
+                limit = min(deadline, time.monotonic() + stall_seconds)
+                while isinstance(frame := _receive(self._connection, limit), Progress):
+                    limit = min(deadline, time.monotonic() + stall_seconds)
                     stage = frame.stage
                     if on_progress:
                         on_progress(stage)
             except TimeoutError:
                 self._stop()
-                raise DeviceFault("timeout", f"no answer within {seconds:g} s{_during(stage)}; stopped") from None
+                waited = seconds if limit == deadline else stall_seconds
+                what = "answer" if limit == deadline else "progress"
+                raise DeviceFault("timeout", f"no {what} within {waited:g} s{_during(stage)}; stopped") from None
             except (EOFError, OSError, msgspec.DecodeError):
                 raise self._death(_during(stage)) from None
             except BaseException:

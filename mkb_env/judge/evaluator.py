@@ -18,6 +18,10 @@ from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage
 
 
+STALL_SECONDS = 20.0
+"""A draw takes a fraction of a second on a GPU; one that is not done after this long hangs."""
+
+
 def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -> bytes:
     """Do one job; ``device`` is None for the simulator, which is cheap to make."""
     from mkb_env.judge.describe import describe
@@ -121,7 +125,7 @@ class GpuWorker:
     def call(self, payload: bytes, seconds: float, on_progress: Callable[[str], None]) -> bytes:
         """Do one job; a fault that took the process with it comes back as an evaluation."""
         try:
-            return self.launcher.call(payload, seconds, on_progress)
+            return self.launcher.call(payload, seconds, on_progress, STALL_SECONDS)
         except DeviceFault as fault:
             name = self.launcher.ready.device if self.launcher.ready else ""
             evaluation = Evaluation(Stage(fault.stage), fault.message, device=name, simulated=False)

@@ -34,6 +34,14 @@ def _hang(text: str, device: object) -> bytes:
         time.sleep(1)
 
 
+def _steps(text: str, device: object) -> bytes:
+    """As many stages, a tenth of a second each."""
+    for number in range(int(text)):
+        progress(f"step {number}")
+        time.sleep(0.1)
+    return b"done"
+
+
 def _exit(text: str, device: object) -> bytes:
     print("last words")
     os._exit(int(text))

@@ -61,6 +61,16 @@ def test_endless_job_is_killed_and_the_next_one_works(shared: Launcher) -> None:
     assert works(shared) != pid
 
 
+def test_a_job_without_progress_is_killed_early(shared: Launcher) -> None:
+    works(shared)
+    assert shared.call(b"steps 8", 30, stall_seconds=0.5) == b"done", "as long as it gets on, it may take its time"
+    begin = time.monotonic()
+    with pytest.raises(DeviceFault, match=r"no progress within 0\.5 s \(in stage timing\)") as caught:
+        shared.call(b"hang", 30, stall_seconds=0.5)
+    assert caught.value.stage == "timeout" and time.monotonic() - begin < 5
+    works(shared)
+
+
 @pytest.mark.parametrize(
     ("job", "stage", "words"),
     [
