@@ -17,7 +17,6 @@ from mkb_env.devices.base import Device, DeviceFault
 from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage
 
-
 STALL_SECONDS = 20.0
 """A draw takes a fraction of a second on a GPU; one that is not done after this long hangs."""
 
