@@ -311,7 +311,8 @@ def _with_failure(base: Verdict, recording: Recording, started: float) -> Verdic
 def _with_evaluation(base: Verdict, evaluation: Evaluation, plan: LaunchPlan) -> Verdict:
     same: dict[str, Any] = {
         name: getattr(evaluation, name)
-        for name in ("stage", "message", "diffs", "timing", "kernels", "seconds", "seeds_sha256", "device", "simulated")
+        for name in ("stage", "message", "diffs", "timing", "kernels", "seconds", "seeds_sha256", "simulated")
     }
+    same["device"] = evaluation.device or base.device  # a process that hung cannot tell its name
     versions = {**plan.toolchain, **evaluation.versions}
     return msgspec.structs.replace(base, **same, plan_sha256=plan.digest(), versions=versions)

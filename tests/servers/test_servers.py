@@ -74,12 +74,12 @@ def test_deadline_counts_from_the_start_of_the_job(forking: ServerClient) -> Non
 def test_jobs_run_side_by_side(forking: ServerClient) -> None:
     forking.call(b"hello", seconds=10)
     started = time.monotonic()
-    threads = [threading.Thread(target=forking.call, args=(b"sleep 1",), kwargs={"seconds": 10}) for _ in range(2)]
+    threads = [threading.Thread(target=forking.call, args=(b"sleep 3",), kwargs={"seconds": 10}) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - started < 1.9
+    assert time.monotonic() - started < 5.8
 
 
 def test_a_client_that_dies_takes_its_job_along(forking: ServerClient) -> None:
