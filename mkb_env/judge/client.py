@@ -28,7 +28,7 @@ from mkb_env.task import brief
 EVALUATE_SECONDS = {"simulator": 240.0, "cuda": 60.0}
 """Wall clock of one evaluation, drawing and reference included, after which it is killed."""
 SIMULATOR_MEMORY_BYTES = 16 << 30
-ROOMS = ("judge", "devices", "problems")
+ROOMS = ("judge", "devices", "problems", "recorder")
 T = TypeVar("T")
 
 

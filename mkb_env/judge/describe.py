@@ -9,19 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkb_env.problems.contract import Problem, Shape
+from mkb_env.recorder.dispatch import QuickDispatchMode
 from mkb_env.recorder.protocol import Call, Input, OutputSpec, ScalarInput, TensorInput
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDraws(QuickDispatchMode):
     """Turns random operators into allocations."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the mode for torch.compile and imports 800 modules (2 s) on first use.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mkb_env.judge.draws import Value, strict_math
 from mkb_env.problems.contract import Problem
+from mkb_env.recorder.dispatch import QuickDispatchMode
 
 LAUNCH_US = 5.0
 """Host time of one eager operator that launches a kernel (dispatch, allocation, launch); measured 4.5-6 us, H200."""
@@ -50,15 +50,10 @@ def eager_us(problem: Problem, inputs: Sequence[Value]) -> float:
     return model.total_us
 
 
-class _EagerModel(TorchDispatchMode):
+class _EagerModel(QuickDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total_us = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the mode for torch.compile and imports 800 modules (2 s) on first use.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -20,7 +20,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000

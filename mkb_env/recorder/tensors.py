@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mkb_env.plan import Copy, Fill, Upload
+from mkb_env.recorder.dispatch import QuickDispatchMode
 from mkb_env.recorder.tape import HostRefusal, Tape
 
 CUDA = torch.device("cuda", 0)
@@ -47,8 +47,6 @@ NO_DATA = (
 
 class RecordedTensor(torch.Tensor):
     """A tensor of the target device, as the submission's host code sees it."""
-
-    tape: Tape
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -118,6 +116,12 @@ class Recorder:
             self.tape.add(Upload(self.tape.view(made), data))
         return made
 
+    def fill(self, target: torch.Tensor, value: bool | int | float) -> None:
+        """Write ``target.fill_(value)`` to the tape. Raises torch's own error for a value the dtype cannot hold."""
+        torch.empty(1, dtype=target.dtype).fill_(value)
+        if target.numel():
+            self.tape.add(Fill(self.tape.view(target), value))
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Write ``target.copy_(source)`` to the tape; ``source`` may be a CPU constant."""
         if not self.is_recorded(source):
@@ -177,9 +181,9 @@ class DeviceMode(TorchFunctionMode):
             kwargs["device"] = CPU
             return self.recorder.upload(func(*args, **kwargs))
         if name in ("as_tensor", "asarray") and recorded:
-            name, func = "to", torch.Tensor.to
+            name = "to"
         if name in ("to", "cuda", "cpu", "type") and isinstance(first, torch.Tensor):
-            return self._move(func, name, first, args[1:], kwargs)
+            return self._move(name, first, args[1:], kwargs)
         if recorded and name in ("__repr__", "__str__", "__format__") and not self.recorder.is_readable(first):
             return f"tensor(..., size={tuple(first.shape)}, dtype={first.dtype}, device='{CUDA}')"
         if recorded and name in READS:
@@ -201,14 +205,10 @@ class DeviceMode(TorchFunctionMode):
             stand_in = tree_map_only(torch.Tensor, meta_of, args)
             made = self.recorder.allocate(func(*stand_in, **kwargs))
         if value is not None:
-            torch.empty(1, dtype=made.dtype).fill_(value)  # torch's own objection to a value the dtype cannot hold
-        if value is not None and made.numel():
-            self.recorder.tape.add(Fill(self.recorder.tape.view(made), value))
+            self.recorder.fill(made, value)
         return made
 
-    def _move(
-        self, func: Callable[..., Any], name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _move(self, name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """``Tensor.to`` and its short forms, with the devices taken out of the arguments."""
         device = {"cuda": CUDA, "cpu": CPU}.get(name) or kwargs.pop("device", None)
         rest = []
@@ -242,17 +242,12 @@ class DeviceMode(TorchFunctionMode):
         )
 
 
-class TapeMode(TorchDispatchMode):
+class TapeMode(QuickDispatchMode):
     """Writes memory operators on recorded tensors to the tape and refuses the others."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the mode for torch.compile and imports 800 modules (2 s) on first use.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -265,7 +260,7 @@ class TapeMode(TorchDispatchMode):
             return self._adopt(func(*args, **kwargs))
         handler = getattr(self, f"_{name.strip('_')}", None) if name in MEMORY_OPS else None
         if handler:
-            return handler(name, *args, **kwargs)
+            return handler(*args, **kwargs)
         if all(self.recorder.is_readable(leaf) if yes else True for leaf, yes in zip(leaves, recorded, strict=True)):
             return self._on_known_values(func, name, args, kwargs)
         if name == "_local_scalar_dense":
@@ -285,7 +280,7 @@ class TapeMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in COMPUTES_NOTHING or name in FACTORIES or func.is_view or name in VIEW_OPS:
             return func(*args, **kwargs)
-        if any(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves) and name not in DATA_MOVEMENT:
+        if any(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves):
             raise refused(func)
         return func(*args, **kwargs)
 
@@ -306,40 +301,38 @@ class TapeMode(TorchDispatchMode):
 
     # -- memory operators -----------------------------------------------------------------------------------------
 
-    def _to_copy(self, name: str, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _to_copy(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         made = self.recorder.allocate(
             meta_of(tensor).to(kwargs.get("dtype") or tensor.dtype, memory_format=_format(kwargs))
         )
         self.recorder.copy(made, tensor)
         return made
 
-    def _clone(self, name: str, tensor: torch.Tensor, *, memory_format: Any = torch.preserve_format) -> torch.Tensor:
+    def _clone(self, tensor: torch.Tensor, *, memory_format: Any = torch.preserve_format) -> torch.Tensor:
         made = self.recorder.allocate(torch.clone(meta_of(tensor), memory_format=memory_format))
         self.recorder.copy(made, tensor)
         return made
 
-    def _contiguous(self, name: str, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self._clone(name, tensor, memory_format=torch.contiguous_format)
+    def _contiguous(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self._clone(tensor, memory_format=torch.contiguous_format)
 
-    def _copy(self, name: str, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if not self.recorder.is_recorded(target):
             source = self.recorder.values(source, "Tensor.copy_ to a CPU tensor")
             return target.copy_(source)
         self.recorder.copy(target, source)
         return target
 
-    def _fill(self, name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
+    def _fill(self, target: torch.Tensor, value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             value = self._known(value).item()
-        torch.empty(1, dtype=target.dtype).fill_(value)  # torch's own objection to a value the dtype cannot hold
-        if target.numel():
-            self.recorder.tape.add(Fill(self.recorder.tape.view(target), value))
+        self.recorder.fill(target, value)
         return target
 
-    def _zero(self, name: str, target: torch.Tensor) -> torch.Tensor:
-        return self._fill(name, target, 0)
+    def _zero(self, target: torch.Tensor) -> torch.Tensor:
+        return self._fill(target, 0)
 
-    def _cat(self, name: str, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    def _cat(self, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
         made = self.recorder.allocate(torch.cat([meta_of(t) for t in tensors], dim))
         at = 0
         for tensor in tensors:
@@ -352,8 +345,7 @@ class TapeMode(TorchDispatchMode):
 
 
 MEMORY_OPS = {"_to_copy", "clone", "contiguous", "copy_", "fill_", "zero_", "cat"}
-DATA_MOVEMENT = MEMORY_OPS | {"stack", "_local_scalar_dense", "item", "index", "repeat"}
-COMPUTES_NOTHING = DATA_MOVEMENT | {"empty", "empty_strided", "set_", "resize_", "lift_fresh", "detach"}
+COMPUTES_NOTHING = MEMORY_OPS | {"stack", "_local_scalar_dense", "item", "index", "repeat", "set_", "resize_"}
 
 
 @contextmanager

@@ -109,10 +109,6 @@ class Frame:
         """``value`` with one element per lane."""
         return value if len(value) == self.n else value.repeat(self.n, axis=0)
 
-    def adopt(self, defines: tuple[int, ...]) -> None:
-        """Note that a block wrote these registers."""
-        self.written.update(defines)
-
     def rebase(self, ancestor: Frame | None, live: int) -> None:
         """Make ``ancestor`` (None: nobody) the parent, fetching what differs between the old parent and it."""
         while self.parent is not ancestor:

@@ -123,7 +123,6 @@ class Program:
     """How many registers there are; number 0 is the carry flag."""
     static_shared: int = 0
     local_bytes: int = 0
-    dynamic_symbols: bool = False
     widths: list[tuple[int, bool]] = field(default_factory=lambda: [(1, True)])
     """Per register: bytes, and whether it is a predicate."""
 

@@ -113,7 +113,6 @@ class _Builder:
             if variable.count is None or variable.external:
                 align = max(align, variable.align)
                 self.dynamic.append((variable.name, variable.align))
-        self.program.dynamic_symbols = bool(self.dynamic)
         start = _align(self.at_shared, align) if self.dynamic else self.at_shared
         for name, _ in self.dynamic:
             self.shared[name] = Symbol("shared", start, name)
