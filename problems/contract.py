@@ -10,23 +10,40 @@
     OUTPUTS = ("y",)                             # names of the results
     HOST_VISIBLE = ()                            # integer inputs whose values host code may read
     WORKLOADS = {"full": {...}, "small": {...}, "heldout": [{...}, {...}]}
+    def input_specs(shape): ...                  # per input: (sizes, dtype) of a tensor, or the value of a scalar
+    def output_specs(shape): ...                 # ((sizes, dtype), ...) of the results
     def make_inputs(generator, shape): ...       # tuple of tensors and scalars, on generator.device
-    def output_specs(shape): ...                 # ((shape, dtype), ...) of the results
     def reference(*inputs): ...                  # eager PyTorch; one result as a tensor, several as a tuple
     def COST(shape): ...                         # -> Cost
+    # where HOST_VISIBLE names inputs:
+    def geometry(shape): ...                     # {name: values}, the same in every draw; make_inputs uses it too
     # optional, where rounding points matter:
     def anchor(*inputs): ...                     # fp64 truth; default: reference on float64 inputs
-    def allowance(name, reference, anchor): ...  # allowed |error|, broadcastable to the output
+    def decode(name, outputs): ...               # the numbers that an output of codes stands for
+    def allowance(name, inputs, reference, anchor): ...  # how far an output may lie from the truth
+
+``checks.py`` beside it holds what shows that the problem is right and that its tolerance is neither blind nor brittle;
+agents see neither file::
+
+    INDEPENDENT = "scaled_dot_product_attention, request by request, float64"     # one line, for docs/problems.md
+    def independent(inputs, truth): ...          # AssertionError unless the anchor's outputs agree with other means
+    WRONG = {"one fault in words": function}     # called as reference is; the judge must reject each
+    SECOND = {"how it differs in words": function}   # other right ways, in the input dtypes; the judge must accept
+    COUNTED = (0.4, 1.1)                         # optional: bounds of COST's flops over the reference's matmul flops
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 FAMILIES = {
     "attention": "fused-attn",
@@ -41,6 +58,27 @@ FAMILIES = {
 DSLS = ("cute", "tirx")
 ROOT = Path(__file__).parent
 Shape = dict[str, Any]
+Spec = Any
+"""Of an input or output: (sizes, dtype) of a tensor, or the value of a scalar input (bool, int or float)."""
+
+REQUIRED = (
+    "TITLE",
+    "NUMBER",
+    "MODEL",
+    "INPUTS",
+    "OUTPUTS",
+    "HOST_VISIBLE",
+    "WORKLOADS",
+    "input_specs",
+    "output_specs",
+    "make_inputs",
+    "reference",
+    "COST",
+)
+"""What every ``problem.py`` defines."""
+
+SIMULATED_FLOPS, SIMULATED_BYTES = 250_000_000, 128 << 20
+"""The largest shape that the simulator judges: about a minute for a plain kernel on one core."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +90,20 @@ class Cost:
     bytes: int
     flops: int
     unit: str
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How far an output may lie from the truth, where two bounds are needed.
+
+    Every element's |error| is at most ``limit``; at most ``share`` of the output's elements err by more than ``usual``.
+    So codes may be said to be right but for a few that a rounding in another order moves to the next code. Both are
+    broadcastable to the output.
+    """
+
+    limit: torch.Tensor
+    usual: torch.Tensor
+    share: float
 
 
 @dataclass(frozen=True)
@@ -85,12 +137,15 @@ class Problem:
     outputs: tuple[str, ...]
     host_visible: tuple[str, ...]
     workloads: dict[str, Any]
+    input_specs: Callable[[Shape], tuple[Spec, ...]]
+    output_specs: Callable[[Shape], tuple[Spec, ...]]
     make_inputs: Callable[..., tuple[Any, ...]]
-    output_specs: Callable[[Shape], tuple[tuple[tuple[int, ...], Any], ...]]
     reference: Callable[..., Any]
     cost: Callable[[Shape], Cost]
-    anchor: Callable[..., Any] | None
-    allowance: Callable[..., Any] | None
+    geometry: Callable[[Shape], dict[str, Any]] | None = None
+    anchor: Callable[..., Any] | None = None
+    decode: Callable[..., Any] | None = None
+    allowance: Callable[..., Any] | None = None
 
     @property
     def slug(self) -> str:
@@ -106,6 +161,15 @@ class Problem:
             raise ValueError(f"workload must be one of {', '.join(sorted(self.workloads))}, got {workload!r}")
         shapes = self.workloads[workload]
         return list(shapes) if isinstance(shapes, list) else [shapes]
+
+    def tensor_bytes(self, shape: Shape) -> int:
+        """Bytes of all input and output tensors."""
+        specs = (*self.input_specs(shape), *self.output_specs(shape))
+        return sum(math.prod(spec[0]) * spec[1].itemsize for spec in specs if isinstance(spec, tuple))
+
+    def fits_simulator(self, shape: Shape) -> bool:
+        """Whether the simulator can be expected to judge ``shape`` within its time and memory."""
+        return self.cost(shape).flops <= SIMULATED_FLOPS and self.tensor_bytes(shape) <= SIMULATED_BYTES
 
 
 def catalog() -> dict[str, ProblemRef]:
@@ -140,27 +204,15 @@ def load(slug: str) -> Problem:
         ValueError: if there is no such problem, or its file lacks something the contract asks for.
     """
     ref = find(slug)
-    module = importlib.import_module(f"mkb_env.problems.{ref.family}.{ref.slug}.problem")
-    needed = (
-        "TITLE",
-        "NUMBER",
-        "MODEL",
-        "INPUTS",
-        "OUTPUTS",
-        "HOST_VISIBLE",
-        "WORKLOADS",
-        "make_inputs",
-        "output_specs",
-        "reference",
-        "COST",
-    )
-    missing = [name for name in needed if not hasattr(module, name)]
-    if missing or not module.__doc__:
-        raise ValueError(f"{ref.folder / 'problem.py'} must define {', '.join(missing) or 'a docstring'}")
+    module = _import(ref, "problem", REQUIRED)
+    if module.HOST_VISIBLE and not hasattr(module, "geometry"):
+        raise ValueError(f"{ref.folder / 'problem.py'} must define geometry(shape), as HOST_VISIBLE names inputs")
+    if hasattr(module, "decode") and not hasattr(module, "allowance"):
+        raise ValueError(f"{ref.folder / 'problem.py'} defines decode, so it must define allowance too")
     return Problem(
         ref=ref,
         module=module,
-        task=module.__doc__.strip(),
+        task=(module.__doc__ or "").strip(),
         title=module.TITLE,
         number=module.NUMBER,
         model=module.MODEL,
@@ -168,10 +220,30 @@ def load(slug: str) -> Problem:
         outputs=module.OUTPUTS,
         host_visible=module.HOST_VISIBLE,
         workloads=module.WORKLOADS,
-        make_inputs=module.make_inputs,
+        input_specs=module.input_specs,
         output_specs=module.output_specs,
+        make_inputs=module.make_inputs,
         reference=module.reference,
         cost=module.COST,
-        anchor=getattr(module, "anchor", None),
-        allowance=getattr(module, "allowance", None),
+        **{name: getattr(module, name, None) for name in ("geometry", "anchor", "decode", "allowance")},
     )
+
+
+def load_checks(slug: str) -> ModuleType:
+    """A problem's ``checks.py``. Loads torch.
+
+    Raises:
+        ValueError: if there is no such problem, or its file lacks something the contract asks for.
+    """
+    return _import(find(slug), "checks", ("INDEPENDENT", "independent", "WRONG", "SECOND"))
+
+
+def _import(ref: ProblemRef, name: str, needed: tuple[str, ...]) -> ModuleType:
+    path = ref.folder / f"{name}.py"
+    if not path.exists():
+        raise ValueError(f"{ref.slug} has no {name}.py; see {__name__} for what it holds")
+    module = importlib.import_module(f"mkb_env.problems.{ref.family}.{ref.slug}.{name}")
+    missing = [attribute for attribute in needed if not hasattr(module, attribute)]
+    if missing or not module.__doc__:
+        raise ValueError(f"{path} must define {', '.join(missing) or 'a docstring'}")
+    return module

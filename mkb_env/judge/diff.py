@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -27,30 +29,37 @@ FACTORS = {
 }
 
 
-def build(
-    problem: Problem,
-    position: int,
-    found: Comparison,
-    got: torch.Tensor,
-    reference: torch.Tensor,
-    anchor: torch.Tensor,
-) -> OutputDiff:
+@dataclass(frozen=True)
+class Values:
+    """One output of one draw."""
+
+    raw: torch.Tensor
+    """As the kernels left it."""
+    got: torch.Tensor
+    """Decoded, as are the next two."""
+    reference: torch.Tensor
+    anchor: torch.Tensor
+    inputs: Sequence[Any] = ()
+
+
+def build(problem: Problem, position: int, found: Comparison, values: Values) -> OutputDiff:
     """The record of one output's comparison; the pattern is sought only if it failed.
 
     Elements that were never written are no NaN of the kernel's: they are not counted, and ``got`` is None at such a
     place.
     """
+    raw, got = values.raw, values.got
     shape = tuple(got.shape)
     pattern, silent, unwritten = "", 0, False
     if not found.passed:
-        outside = tolerance.outside_mask(problem, position, got, reference, anchor)
-        pattern = guess(got, reference, outside, found)
-        left = _unwritten(got, outside).flatten()
-        silent, unwritten = int(left.sum()) if found.nans else 0, bool(left[found.worst])
+        outside = tolerance.outside_mask(problem, position, got, values.reference, values.anchor, values.inputs)
+        left = _unwritten(raw, outside)
+        pattern = guess(got, values.reference, outside, left, found)
+        silent, unwritten = int(left.sum()) if found.nans else 0, bool(left.flatten()[found.worst])
     return OutputDiff(
         name=f"output[{position}]",
         shape=shape,
-        dtype=str(got.dtype).removeprefix("torch."),
+        dtype=str(raw.dtype).removeprefix("torch."),
         passed=found.passed,
         max_abs_error=found.error,
         allowance=found.allowance,
@@ -73,11 +82,12 @@ def unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def guess(got: torch.Tensor, want: torch.Tensor, outside: torch.Tensor, found: Comparison) -> str:
+def guess(
+    got: torch.Tensor, want: torch.Tensor, outside: torch.Tensor, unwritten: torch.Tensor, found: Comparison
+) -> str:
     """A phrase for how ``got`` differs from ``want``: what is wrong with the values, then where they are wrong."""
     if not got.dim():
-        got, want, outside = got.reshape(1), want.reshape(1), outside.reshape(1)
-    unwritten = _unwritten(got, outside)
+        got, want, outside, unwritten = (tensor.reshape(1) for tensor in (got, want, outside, unwritten))
     if bool(unwritten.all()):
         return "nothing was written: the whole output still holds the fill pattern"
     count = int(unwritten.sum())

@@ -46,13 +46,21 @@ def draw(problem: Problem, shape: Shape, seed: int, device: torch.device, shift:
     """``solve``'s arguments for one seed, contiguous, on ``device``; with ``shift`` at random addresses.
 
     Raises:
-        ProblemError: if ``make_inputs`` gives another number of inputs than the problem names.
+        ProblemError: if ``make_inputs`` gives other inputs than ``input_specs`` says.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = tuple(problem.make_inputs(generator, shape))
-    if len(inputs) != len(problem.inputs):
-        raise ProblemError(f"{problem.slug}: make_inputs gave {len(inputs)} inputs, INPUTS names {len(problem.inputs)}")
+    specs = problem.input_specs(shape)
+    if (got := [_spec(value) for value in inputs]) != [
+        spec if isinstance(spec, tuple) else _spec(spec) for spec in specs
+    ]:
+        raise ProblemError(f"{problem.slug}: make_inputs gives {got}, input_specs says {specs}")
     return tuple(_place(value, shift) if isinstance(value, torch.Tensor) else value for value in inputs)
+
+
+def _spec(value: Value) -> tuple[tuple[int, ...], torch.dtype] | tuple[type, bool | int | float]:
+    """What ``input_specs`` has to say of a value: sizes and dtype of a tensor, type and value of a scalar."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
 def _place(tensor: torch.Tensor, shift: bool) -> torch.Tensor:
@@ -115,6 +123,15 @@ def expected(problem: Problem, shape: Shape, inputs: Sequence[Value]) -> tuple[t
     if (got := [(tuple(tensor.shape), tensor.dtype) for tensor in result]) != specs:
         raise ProblemError(f"{problem.slug}: the reference returns {got}, output_specs says {specs}")
     return result
+
+
+def decoded(problem: Problem, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The numbers that the outputs stand for: themselves, or what the problem's ``decode`` makes of codes."""
+    if problem.decode is None:
+        return tuple(outputs)
+    named = dict(zip(problem.outputs, outputs, strict=True))
+    values = (problem.decode(name, named) for name in problem.outputs)
+    return tuple(own if value is None else value for value, own in zip(values, outputs, strict=True))
 
 
 def anchors(problem: Problem, inputs: Sequence[Value], reference: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

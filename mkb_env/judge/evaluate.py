@@ -207,7 +207,7 @@ class _Judge:
             self._refuse_changed_inputs(seed, given, again)
         with self._clock("reference"):
             reference = draws.expected(self.problem, self.shape, again)
-            self.dtypes = [tensor.dtype for tensor in reference]
+            self.dtypes = [tensor.dtype for tensor in draws.decoded(self.problem, reference)]
         return self._compare(again, outputs, reference, learn=True)
 
     def _refuse_changed_inputs(self, seed: int, given: Sequence[draws.Value], again: Sequence[draws.Value]) -> None:
@@ -230,17 +230,19 @@ class _Judge:
         learn: bool,
     ) -> bool:
         with self._clock("reference"):
-            truth = draws.anchors(self.problem, inputs, reference)
+            truth = draws.decoded(self.problem, draws.anchors(self.problem, inputs, reference))
         with self._clock("check"):
             passed = True
-            for position, (got, want, exact) in enumerate(zip(outputs, reference, truth, strict=True)):
-                found = tolerance.compare(self.problem, position, got, want, exact)
+            numbers = (draws.decoded(self.problem, values) for values in (outputs, reference))
+            for position, (got, want, exact) in enumerate(zip(*numbers, truth, strict=True)):
+                found = tolerance.compare(self.problem, position, got, want, exact, inputs)
                 if learn:
                     self.comparisons[position].append(found)
                 passed &= found.passed
                 badness = (not found.passed, found.share)
                 if position not in self.diffs or badness > self.diffs[position][0]:
-                    self.diffs[position] = badness, diff.build(self.problem, position, found, got, want, exact)
+                    values = diff.Values(outputs[position], got, want, exact, inputs)
+                    self.diffs[position] = badness, diff.build(self.problem, position, found, values)
             return passed
 
     # Timing
@@ -310,10 +312,11 @@ class _Judge:
     ) -> None:
         """End the timing if a timed answer is wrong. The quick rule only sifts: what it drops is compared in full."""
         flags = draws.changed(done.given, again, self.device.torch_device)
+        numbers = (draws.decoded(self.problem, values) for values in (done.outputs, reference))
         holds = torch.stack(
             [
-                rule.holds(self.problem, position, got, want)
-                for position, (rule, got, want) in enumerate(zip(rules, done.outputs, reference, strict=True))
+                rule.holds(self.problem, position, got, want, again)
+                for position, (rule, got, want) in enumerate(zip(rules, *numbers, strict=True))
             ]
         )
         *inputs_changed, all_hold = torch.cat([flags, holds.all().unsqueeze(0)]).tolist()

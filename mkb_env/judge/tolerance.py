@@ -28,7 +28,8 @@ not part of the mean. Results in fp32 have no such limit: their rounding is negl
 move a whole row by more than the reference errs.
 
 NaN and Inf must be where the reference has them, Inf with its sign; integers and booleans are exact. A problem's
-``allowance`` replaces the rule (``None`` from it: the rule stays).
+``allowance`` replaces the rule (``None`` from it: the rule stays); it may name a second, tighter bound that all but a
+share of the elements keep. Outputs of codes are compared by the numbers they stand for (the problem's ``decode``).
 
 References: rounding of a result costs at most eps/2 of it (Goldberg 1991, "What every computer scientist should know
 about floating-point arithmetic"), so eps max m x 3 admits six roundings of the largest element of the row.
@@ -37,12 +38,13 @@ about floating-point arithmetic"), so eps max m x 3 admits six roundings of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from mkb_env.problems.contract import Problem
+from mkb_env.problems.contract import Allowance, Problem
 
 FACTOR = 3.0
 COARSE = 2.0**-11
@@ -101,42 +103,59 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 def compare(
-    problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor
+    problem: Problem,
+    position: int,
+    got: torch.Tensor,
+    reference: torch.Tensor,
+    anchor: torch.Tensor,
+    inputs: Sequence[Any] = (),
 ) -> Comparison:
-    """Compare output ``position``: tensors of one shape; ``got`` and ``reference`` of one dtype, ``anchor`` float64.
+    """Compare output ``position``, decoded: tensors of one shape; ``got`` and ``reference`` of one dtype.
 
-    Waits for the device.
+    ``anchor`` is float64; ``inputs`` are the draw's, for the problem's own allowance. Waits for the device.
     """
     if not got.numel():
         return Comparison(True, 0.0, 0.0, 0, math.nan, math.nan, 0, 0, 0, 0.0, 0.0, 0.0, False)
-    own = own_allowance(problem, position, reference, anchor)
+    own = own_allowance(problem, position, inputs, reference, anchor)
     if own is None and is_exact(reference.dtype):
         return _compare_exact(got, reference)
     return _Rows(got, reference, anchor, own).judge()
 
 
 def outside_mask(
-    problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor
+    problem: Problem,
+    position: int,
+    got: torch.Tensor,
+    reference: torch.Tensor,
+    anchor: torch.Tensor,
+    inputs: Sequence[Any] = (),
 ) -> torch.Tensor:
-    """Where an output lies outside its allowance: bool, of the output's shape."""
-    own = own_allowance(problem, position, reference, anchor)
+    """Where an output lies outside its allowance, by the arguments of :func:`compare`: bool, of the output's shape."""
+    own = own_allowance(problem, position, inputs, reference, anchor)
     if own is None and is_exact(reference.dtype):
         return (integers(got) != integers(reference)).view(got.shape)
     return _Rows(got, reference, anchor, own).outside().view(got.shape)
 
 
 def own_allowance(
-    problem: Problem, position: int, reference: torch.Tensor, anchor: torch.Tensor
-) -> torch.Tensor | None:
+    problem: Problem, position: int, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor
+) -> Allowance | None:
     """The problem's own allowance, float64, of the output's shape; None where the general rule counts."""
     if problem.allowance is None:
         return None
-    own = problem.allowance(problem.outputs[position], reference, anchor)
+    own = problem.allowance(problem.outputs[position], inputs, reference, anchor)
     if own is None:
         return None
-    # A NaN would admit everything: rows without a finite truth have no allowance.
-    own = torch.as_tensor(own, dtype=torch.float64, device=reference.device).nan_to_num(nan=0.0)
-    return own.expand(reference.shape)
+
+    def finite(bound: Any) -> torch.Tensor:
+        # A NaN would admit everything: rows without a finite truth have no allowance.
+        bound = torch.as_tensor(bound, dtype=torch.float64, device=reference.device).nan_to_num(nan=0.0)
+        return bound.expand(reference.shape)
+
+    if isinstance(own, Allowance):
+        return Allowance(finite(own.limit), finite(own.usual), own.share)
+    limit = finite(own)
+    return Allowance(limit, limit, 1.0)
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,9 +186,7 @@ class _Rows:
     candidate's. On a GPU both are bound by memory, so nothing is computed twice.
     """
 
-    def __init__(
-        self, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor, own: torch.Tensor | None
-    ) -> None:
+    def __init__(self, got: torch.Tensor, reference: torch.Tensor, anchor: torch.Tensor, own: Allowance | None) -> None:
         self.dtype = reference.dtype
         self.length = row_length(got.shape)
         self.count = got.numel() // self.length
@@ -179,7 +196,7 @@ class _Rows:
         self.by_row = own is None
         self.mean_square = own is None and self.length >= MIN_ROW and epsilon(self.dtype) >= COARSE
         self._measure_reference()
-        self.allowed = self._allowance() if own is None else own.reshape(self.count, self.length)
+        self.allowed = self._allowance() if own is None else self._own_allowance(own)
 
     def chunks(self) -> Iterator[slice]:
         step = max(1, CHUNK // self.length)
@@ -210,6 +227,14 @@ class _Rows:
         overall = FACTOR * torch.maximum(self.errors.max(), epsilon(self.dtype) * self.scales.max())
         self.rms_limit = _row_limit(self.rms_errors, self.rms_scales, epsilon(self.dtype) / 2)
         return torch.minimum(overall, _row_limit(self.errors, self.scales, epsilon(self.dtype))).unsqueeze(1)
+
+    def _own_allowance(self, own: Allowance) -> torch.Tensor:
+        """The problem's bound of every element; the tighter one for all, if too many exceed it."""
+        limit, usual = own.limit.reshape(self.count, self.length), own.usual.reshape(self.count, self.length)
+        if own.share >= 1.0:
+            return limit
+        beyond = sum(int((self._error(part) > usual[part]).sum()) for part in self.chunks())
+        return torch.minimum(limit, usual) if beyond > own.share * self.got.numel() else limit
 
     def _error(self, part: slice) -> torch.Tensor:
         """|got - anchor|, float64; infinite where a NaN or Inf is out of place, 0 where it is in place."""
@@ -330,11 +355,18 @@ class QuickRule:
             any(c.special for c in comparisons),
         )
 
-    def holds(self, problem: Problem, position: int, got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Whether ``got`` passes: a bool scalar on the device (no host wait)."""
+    def holds(
+        self,
+        problem: Problem,
+        position: int,
+        got: torch.Tensor,
+        reference: torch.Tensor,
+        inputs: Sequence[Any] = (),
+    ) -> torch.Tensor:
+        """Whether ``got`` passes, both decoded: a bool scalar on the device (no host wait)."""
         if not got.numel():
             return torch.ones((), dtype=torch.bool, device=got.device)
-        own = own_allowance(problem, position, reference, reference.double()) if problem.allowance else None
+        own = own_allowance(problem, position, inputs, reference, reference.double()) if problem.allowance else None
         if own is None and is_exact(reference.dtype):
             return (integers(got) == integers(reference)).all()
         length = row_length(got.shape)
@@ -347,7 +379,8 @@ class QuickRule:
             scale = torch.where(wanted.isfinite(), wanted, 0.0)
         if own is not None:
             # 1 %: the problem's rule saw the reference in place of the anchor.
-            limit = own.reshape(-1, length)
-            return (error <= limit * (1.01 * (1 + self.reference_share))).all()
+            inside = (error <= own.limit.reshape(-1, length) * (1.01 * (1 + self.reference_share))).all()
+            beyond = (error > own.usual.reshape(-1, length)).double().mean()
+            return inside & (beyond <= own.share)
         limit = scale.abs().amax(1) * (1.01 * (FACTOR + 1) * self.relative)
         return (error.amax(1) <= limit).all()

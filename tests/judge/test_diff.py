@@ -105,7 +105,7 @@ def test_the_pattern_names_the_fault(name: str) -> None:
 
 def built(got: torch.Tensor, want: torch.Tensor) -> diff.OutputDiff:
     found = tolerance.compare(toy.problem(), 0, got, want, want.double())
-    return diff.build(toy.problem(), 0, found, got, want, want.double())
+    return diff.build(toy.problem(), 0, found, diff.Values(got, got, want, want.double()))
 
 
 def test_got_and_want_are_those_of_the_worst_place() -> None:

@@ -11,7 +11,7 @@ import toy
 
 from mkb_env.judge import draws, tolerance
 from mkb_env.judge.tolerance import QuickRule, compare, outside_mask, row_length
-from mkb_env.problems.contract import Problem, Shape, load
+from mkb_env.problems.contract import Allowance, Problem, Shape, load
 
 CPU = torch.device("cpu")
 ADD_NORM = "fused_add_rmsnorm_h4096_llama31_8b_bf16"
@@ -176,10 +176,28 @@ def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_problems_own_allowance_replaces_the_rule_and_admits_nothing_by_nan() -> None:
     want = torch.randn(4, 64)
-    loose = toy.problem(allowance=lambda name, reference, anchor: torch.full_like(anchor, 0.5))
+    loose = toy.problem(allowance=lambda name, inputs, reference, anchor: torch.full_like(anchor, 0.5))
     assert compare(loose, 0, want + 0.4, want, want.double()).passed
     assert not compare(loose, 0, want + 0.6, want, want.double()).passed
-    undecided = toy.problem(allowance=lambda name, reference, anchor: None)
+    undecided = toy.problem(allowance=lambda name, inputs, reference, anchor: None)
     assert not compare(undecided, 0, want + 0.4, want, want.double()).passed
-    broken = toy.problem(allowance=lambda name, reference, anchor: torch.full_like(anchor, math.nan))
+    broken = toy.problem(allowance=lambda name, inputs, reference, anchor: torch.full_like(anchor, math.nan))
     assert not compare(broken, 0, want + 0.4, want, want.double()).passed
+
+
+def test_few_elements_may_exceed_the_usual_bound() -> None:
+    want = torch.zeros(4, 64)
+
+    def allowance(name: str, inputs: Any, reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:
+        return Allowance(torch.full_like(anchor, 1.0), torch.full_like(anchor, 0.25), share=0.01)
+
+    problem = toy.problem(allowance=allowance)
+    rule = QuickRule.learn([compare(problem, 0, want, want, want.double())], want.dtype)
+    for count, size, passes in ((2, 1.0, True), (3, 1.0, False), (1, 1.1, False), (256, 0.25, True)):
+        got = want.clone()
+        got.view(-1)[:count] = size
+        found = compare(problem, 0, got, want, want.double())
+        assert found.passed is passes
+        assert bool(rule.holds(problem, 0, got, want)) is passes or size == 1.1
+        assert found.outside == (0 if passes else count)
+        assert int(outside_mask(problem, 0, got, want, want.double()).sum()) == found.outside

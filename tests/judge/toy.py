@@ -39,12 +39,11 @@ def problem(**changes: Any) -> Problem:
         "outputs": ("y",),
         "host_visible": (),
         "workloads": {"small": SHAPE},
+        "input_specs": lambda shape: (((shape["rows"], WIDTH), torch.float32), ((WIDTH,), torch.float32)),
         "make_inputs": make_inputs,
         "output_specs": lambda shape: (((shape["rows"], WIDTH), torch.float32),),
         "reference": reference,
         "cost": lambda shape: Cost(bytes=8 * shape["rows"] * WIDTH, flops=2 * shape["rows"] * WIDTH, unit="fp32"),
-        "anchor": None,
-        "allowance": None,
     }
     return Problem(**{**fields, **changes})
 

@@ -35,11 +35,14 @@ Rules:
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
-from mkb_env.problems.contract import Cost, Shape
+from mkb_env.problems.contract import Cost, Shape, Spec
+from mkb_env.problems.drawing import normal, offsets, permutation
 
 TITLE = "Paged decode attention, 32 query heads on 8 key/value heads, page size 1"
 NUMBER = 1
@@ -64,19 +67,42 @@ WORKLOADS = {
 }
 
 
+def geometry(shape: Shape) -> dict[str, list[int]]:
+    """Where each request's slots begin."""
+    return {"kv_indptr": offsets(shape["lengths"])}
+
+
+def input_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype, or value, of each of ``INPUTS``."""
+    batch, tokens = len(shape["lengths"]), sum(shape["lengths"])
+    cache = (shape["P"], 1, KV_HEADS, HEAD_DIM), torch.bfloat16
+    return (
+        ((batch, HEADS, HEAD_DIM), torch.bfloat16),
+        cache,
+        cache,
+        ((batch + 1,), torch.int32),
+        ((tokens,), torch.int32),
+        shape["sm_scale"],
+    )
+
+
+def output_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype of each of ``OUTPUTS``."""
+    batch = len(shape["lengths"])
+    return ((batch, HEADS, HEAD_DIM), torch.bfloat16), ((batch, HEADS), torch.float32)
+
+
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor | float, ...]:
     """Standard normal queries and cache, a random placement of tokens in slots, in ``INPUTS``' order.
 
     With ``shared_prefix`` = s, all requests longer than s have the first s slots of the first such request. With
     ``poison``, slots that no request lists hold NaN.
     """
-    lengths, slots, device = shape["lengths"], shape["P"], generator.device
-    q = torch.randn(len(lengths), HEADS, HEAD_DIM, generator=generator, device=device).bfloat16()
-    k_cache, v_cache = (
-        torch.randn(slots, 1, KV_HEADS, HEAD_DIM, generator=generator, device=device).bfloat16() for _ in range(2)
-    )
-    placement = torch.randperm(slots, generator=generator, device=device).int()
-    kv_indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    lengths, slots = shape["lengths"], shape["P"]
+    q = normal(generator, len(lengths), HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    k_cache, v_cache = (normal(generator, slots, 1, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
+    placement = permutation(generator, slots)
+    kv_indptr = torch.tensor(geometry(shape)["kv_indptr"], dtype=torch.int32, device=generator.device)
     kv_indices = placement[: sum(lengths)].clone()
     sharing, prefix = _sharing(shape), shape.get("shared_prefix", 0)
     for begin in sharing[1:]:
@@ -91,12 +117,6 @@ def _sharing(shape: Shape) -> list[int]:
     """Where the slots of the requests with the shared prefix begin in ``kv_indices``; empty without such a prefix."""
     prefix, lengths = shape.get("shared_prefix", 0), shape["lengths"]
     return [sum(lengths[:b]) for b, length in enumerate(lengths) if length > prefix > 0]
-
-
-def output_specs(shape: Shape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of each of ``OUTPUTS``."""
-    batch = len(shape["lengths"])
-    return ((batch, HEADS, HEAD_DIM), torch.bfloat16), ((batch, HEADS), torch.float32)
 
 
 def reference(
@@ -125,7 +145,7 @@ def reference(
     return output, lse
 
 
-def allowance(name: str, reference: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Allowed absolute error: 1.6e-2 (|x| + rms of x over its head) for ``output``, 2e-3 for ``lse``.
 
     The first admits probabilities rounded to bfloat16 at any length: m nearly uniform keys give an output of rms

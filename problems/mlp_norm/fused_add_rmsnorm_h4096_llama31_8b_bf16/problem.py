@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import torch
 
-from mkb_env.problems.contract import Cost, Shape
+from mkb_env.problems.contract import Cost, Shape, Spec
+from mkb_env.problems.drawing import normal, permutation
 
 TITLE = "Residual add + RMSNorm, hidden size 4096"
 NUMBER = 28
@@ -41,29 +42,33 @@ WORKLOADS = {
 }
 
 
+def input_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype of each of ``INPUTS``."""
+    rows = (shape["T"], HIDDEN), torch.bfloat16
+    return rows, rows, ((HIDDEN,), torch.bfloat16)
+
+
+def output_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype of each of ``OUTPUTS``."""
+    return (((shape["T"], HIDDEN), torch.bfloat16),)
+
+
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal rows and a weight around 1, in ``INPUTS``' order.
 
     At random places, ``cancelling_rows`` rows have residual = -hidden_states, ``large_rows`` rows of both tensors are
     scaled by 1e4 and ``small_rows`` rows by 1e-4.
     """
-    tokens, device = shape["T"], generator.device
-    hidden = torch.randn(tokens, HIDDEN, generator=generator, device=device)
-    residual = torch.randn(tokens, HIDDEN, generator=generator, device=device)
-    weight = 1 + 0.1 * torch.randn(HIDDEN, generator=generator, device=device)
-    cancelling, large, small = (shape.get(key, 0) for key in ("cancelling_rows", "large_rows", "small_rows"))
-    rows = torch.randperm(tokens, generator=generator, device=device)[: cancelling + large + small]
-    cancelling_rows, large_rows, small_rows = rows.split((cancelling, large, small))
+    tokens = shape["T"]
+    hidden, residual = (normal(generator, tokens, HIDDEN) for _ in range(2))
+    weight = normal(generator, HIDDEN, dtype=torch.bfloat16, scale=0.1, mean=1.0)
+    counts = [shape.get(key, 0) for key in ("cancelling_rows", "large_rows", "small_rows")]
+    cancelling, large, small = permutation(generator, tokens)[: sum(counts)].split(counts)
     for tensor in (hidden, residual):
-        tensor[large_rows] *= 1e4
-        tensor[small_rows] *= 1e-4
-    residual[cancelling_rows] = -hidden[cancelling_rows]
-    return hidden.bfloat16(), residual.bfloat16(), weight.bfloat16()
-
-
-def output_specs(shape: Shape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of each of ``OUTPUTS``."""
-    return (((shape["T"], HIDDEN), torch.bfloat16),)
+        tensor[large] *= 1e4
+        tensor[small] *= 1e-4
+    residual[cancelling] = -hidden[cancelling]
+    return hidden.bfloat16(), residual.bfloat16(), weight
 
 
 def reference(hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

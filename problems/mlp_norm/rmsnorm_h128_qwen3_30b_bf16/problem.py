@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import torch
 
-from mkb_env.problems.contract import Cost, Shape
+from mkb_env.problems.contract import Cost, Shape, Spec
+from mkb_env.problems.drawing import normal, permutation
 
 TITLE = "RMSNorm over rows of 128"
 NUMBER = 36
@@ -39,24 +40,29 @@ WORKLOADS = {
 }
 
 
+def input_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype of each of ``INPUTS``."""
+    return ((shape["R"], HEAD_DIM), torch.bfloat16), ((HEAD_DIM,), torch.bfloat16)
+
+
+def output_specs(shape: Shape) -> tuple[Spec, ...]:
+    """Sizes and dtype of each of ``OUTPUTS``."""
+    return (((shape["R"], HEAD_DIM), torch.bfloat16),)
+
+
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal rows and a weight around 1, in ``INPUTS``' order.
 
     At random places, ``zero_rows`` rows are 0, ``large_rows`` rows are scaled by 3e4 and ``small_rows`` rows by 1e-4.
     """
-    rows, device = shape["R"], generator.device
-    hidden = torch.randn(rows, HEAD_DIM, generator=generator, device=device)
-    weight = 1 + 0.1 * torch.randn(HEAD_DIM, generator=generator, device=device)
-    zero, large, small = (shape.get(key, 0) for key in ("zero_rows", "large_rows", "small_rows"))
-    special = torch.randperm(rows, generator=generator, device=device)[: zero + large + small]
-    for factor, chosen in zip((0.0, 3e4, 1e-4), special.split((zero, large, small)), strict=True):
+    rows = shape["R"]
+    hidden = normal(generator, rows, HEAD_DIM)
+    weight = normal(generator, HEAD_DIM, dtype=torch.bfloat16, scale=0.1, mean=1.0)
+    counts = [shape.get(key, 0) for key in ("zero_rows", "large_rows", "small_rows")]
+    special = permutation(generator, rows)[: sum(counts)]
+    for factor, chosen in zip((0.0, 3e4, 1e-4), special.split(counts), strict=True):
         hidden[chosen] *= factor
-    return hidden.bfloat16(), weight.bfloat16()
-
-
-def output_specs(shape: Shape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of each of ``OUTPUTS``."""
-    return (((shape["R"], HEAD_DIM), torch.bfloat16),)
+    return hidden.bfloat16(), weight
 
 
 def reference(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
