@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from mkb_env import dsl as dsls
-from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
 from mkb_env.legality import check
 from mkb_env.plan import LaunchPlan, PlanError, decode, encode
@@ -59,7 +59,7 @@ class Judge:
         self.limits = limits or Limits()
         self._recorder = RecorderClient()
         self._evaluator: ServerClient | None = None
-        self._described: dict[tuple[str, str], list[Call]] = {}
+        self._described: dict[tuple[str, str], list[Described]] = {}
         self._device_name = ""
 
     # -- the device -----------------------------------------------------------------------------------------------
@@ -127,14 +127,14 @@ class Judge:
         if failure:
             return _with_failure(base, Recording(failure=failure), started)
         try:
-            calls = self._describe(problem, workload)
-            recording = self._record(source, dsl, calls, on_progress)
+            shapes = self._judged_shapes(problem, workload)
+            recording = self._record(source, dsl, list(shapes.values()), on_progress)
             seconds = {**recording.seconds, "record": round(time.monotonic() - started, 4)}
             verdict = msgspec.structs.replace(base, log=recording.log)
-            for number, plan in enumerate(recording.plans):
-                verdict = self._judge_plan(base, recording, number, plan, timing, draws, on_progress)
-                if len(calls) > 1:
-                    place = f"{workload} shape {number + 1} of {len(calls)}"
+            for shape, plan in zip(shapes, recording.plans, strict=False):  # fewer plans where recording failed
+                verdict = self._judge_plan(base, recording, shape, plan, timing, draws, on_progress)
+                if workload == "heldout":
+                    place = f"heldout shape {shape + 1}"
                     verdict = msgspec.structs.replace(verdict, message=f"{place}: {verdict.message}")
                 if not verdict.passed:
                     break
@@ -150,7 +150,7 @@ class Judge:
         self,
         base: Verdict,
         recording: Recording,
-        number: int,
+        shape: int,
         encoded: bytes,
         timing: bool,
         draws: int,
@@ -162,7 +162,7 @@ class Judge:
             return msgspec.structs.replace(
                 base, stage=Stage.LAUNCH_ERROR, message=f"the launch plan is refused: {error}", log=recording.log
             )
-        evaluation = self._evaluate(base, number, encoded, timing, draws, on_progress)
+        evaluation = self._evaluate(base, shape, encoded, timing, draws, on_progress)
         return msgspec.structs.replace(_with_evaluation(base, evaluation, plan), log=recording.log)
 
     def replay(
@@ -215,7 +215,7 @@ class Judge:
         calls = self._describe(problem, workload)
         if not 0 <= shape < len(calls):
             raise ValueError(f"workload {workload} of {problem} has shapes 0 to {len(calls) - 1}, got {shape}")
-        recording = self._record(source, dsl, [calls[shape]], None)
+        recording = self._record(source, dsl, [calls[shape].call], None)
         if recording.failure:
             raise RecordingError(recording.failure)
         try:
@@ -238,11 +238,17 @@ class Judge:
             raise ValueError(f"workload must be full, small or heldout, got {workload!r}")
         return workload
 
-    def _describe(self, problem: str, workload: str) -> list[Call]:
+    def _describe(self, problem: str, workload: str) -> list[Described]:
         key = problem, workload
         if key not in self._described:
-            self._described[key] = self._ask(DescribeJob(problem, workload), list[Call])
+            self._described[key] = self._ask(DescribeJob(problem, workload), list[Described])
         return self._described[key]
+
+    def _judged_shapes(self, problem: str, workload: str) -> dict[int, Call]:
+        """The shapes of a workload by index; of ``heldout``, in the simulator, those that it can do."""
+        every = workload != "heldout" or not self.simulated
+        described = enumerate(self._describe(problem, workload))
+        return {index: found.call for index, found in described if every or found.fits_simulator}
 
     def _record(self, source: str, dsl: str, calls: list[Call], on_progress: Callable[[str], None] | None) -> Recording:
         return self._recorder.record(RecordRequest(source, dsl, tuple(calls), self.limits), on_progress)

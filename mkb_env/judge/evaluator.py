@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from mkb_env.devices.base import Device, DeviceFault
-from mkb_env.judge.jobs import DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage
 
 STALL_SECONDS = 20.0
@@ -31,7 +31,8 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
     job = msgspec.msgpack.decode(payload, type=Job)
     if isinstance(job, DescribeJob):
         problem = load(job.problem)
-        return msgspec.msgpack.encode([describe(problem, shape) for shape in problem.shapes(job.workload)])
+        shapes = problem.shapes(job.workload)
+        return msgspec.msgpack.encode([Described(describe(problem, s), problem.fits_simulator(s)) for s in shapes])
     device = device or _simulator()
     if isinstance(job, DeviceJob):
         return msgspec.msgpack.encode(device.name)
