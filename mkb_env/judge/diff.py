@@ -253,8 +253,7 @@ def _box(touched: Sequence[torch.Tensor], count: int) -> str:
 
 def _touched(outside: torch.Tensor) -> list[torch.Tensor]:
     """Per axis, which of its indices hold a wrong element; bool on the host."""
-    axes = range(outside.dim())
-    return [outside.permute(axis, *(a for a in axes if a != axis)).flatten(1).any(1).cpu() for axis in axes]
+    return [outside.movedim(axis, 0).reshape(size, -1).any(1).cpu() for axis, size in enumerate(outside.shape)]
 
 
 def _indices(axis: int, flags: torch.Tensor, dims: int) -> str:
