@@ -1,18 +1,27 @@
-"""The commands. What several of them share stands first."""
+"""The commands around a submission; those about problems are in :mod:`mkb_env.cli.problems`."""
 
 from __future__ import annotations
 
 import os
 import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkb_env.cli.entry import OneSentence
+from mkb_env.cli import problems
+from mkb_env.cli.options import (
+    DeviceOption,
+    DslOption,
+    JsonOption,
+    ProblemOption,
+    SourceArgument,
+    WorkloadOption,
+    app,
+    misuse,
+    print_json,
+    spelled,
+)
 from mkb_env.cli.progress import told
 
 if TYPE_CHECKING:
@@ -20,45 +29,12 @@ if TYPE_CHECKING:
     from mkb_env.judge.verdict import Verdict
     from mkb_env.plan import LaunchPlan
 
-app = typer.Typer(
-    cls=OneSentence,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Judge GPU kernels written in CuTe DSL and TIRx, on a GPU or in a simulator.",
-)
-
-
-def spelled(slug: str | None) -> str | None:
-    """A slug as its folder is named; the ids of environments have it with dashes."""
-    return slug.replace("-", "_") if slug else slug
-
-
-ProblemOption = Annotated[
-    str, typer.Option("--problem", "-p", callback=spelled, help="Slug of the problem; `mkb list` shows all.")
-]
-DslOption = Annotated[str, typer.Option("--dsl", "-d", help="cute or tirx.")]
-WorkloadOption = Annotated[
-    str | None,
-    typer.Option("--workload", "-w", help="small, full or heldout. Default: small in the simulator, full on a GPU."),
-]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda or cuda:N.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-SourceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The submission; - reads stdin.")]
+problems.register()
 
 
 def main() -> None:
     """Run the command line."""
     app()
-
-
-@contextmanager
-def misuse() -> Iterator[None]:
-    """Turn the ValueErrors by which names and options are refused into usage errors (exit code 2)."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def read_source(path: Path) -> str:
@@ -81,13 +57,6 @@ def check_writable(path: Path) -> None:
         raise typer.BadParameter(f"--output {str(path)!r} cannot be written: there is no folder {str(folder)!r}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise typer.BadParameter(f"--output {str(path)!r} cannot be written: permission denied")
-
-
-def print_json(value: Any) -> None:
-    """One object on stdout."""
-    import msgspec
-
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
 
 
 def report(verdict: Verdict, as_json: bool) -> None:
@@ -121,76 +90,6 @@ def warn_of_full(court: Judge, workload: str | None) -> None:
     """Say on stderr that the simulator is slow at full size."""
     if workload == "full" and court.simulated:
         print("note: full shapes may take minutes in the simulator; --workload small is quick", file=sys.stderr)
-
-
-@app.command("list")
-def list_problems(json: JsonOption = False) -> None:
-    """List the problems."""
-    from mkb_env.dsl import NAMES
-    from mkb_env.problems import DSLS, catalog
-    from mkb_env.registration import family_id, problem_id
-    from mkb_env.task import brief
-
-    problems = []
-    for slug, ref in catalog().items():
-        briefing = brief(slug)
-        problems.append(
-            {
-                "slug": slug,
-                "number": briefing.number,
-                "family": ref.family,
-                "title": briefing.title,
-                "model": briefing.model,
-                "kernels": [dsl for dsl in DSLS if ref.baseline(dsl)],
-                "ids": [problem_id(slug, dsl) for dsl in NAMES],
-                "family_ids": [family_id(ref.family, dsl) for dsl in NAMES],
-            }
-        )
-    if json:
-        print_json({"problems": problems})
-        return
-    for family in sorted({str(problem["family"]) for problem in problems}):
-        print(f"{family}: {family_id(family, 'DSL')} draws one of")
-        for problem in problems:
-            if problem["family"] == family:
-                print(f"  {problem['slug']}")
-                title = f"{problem['title']} (no. {problem['number']}, {problem['model']})"
-                print(textwrap.fill(title, 79, initial_indent=" " * 4, subsequent_indent=" " * 4))
-                print(f"    {problem_id(str(problem['slug']), 'DSL')}")
-    print(f"DSL is {' or '.join(NAMES)}. `mkb show SLUG` shows the task.")
-
-
-@app.command()
-def show(
-    slug: Annotated[str, typer.Argument(help="Slug of the problem.", callback=spelled)],
-    dsl: Annotated[str | None, typer.Option("--dsl", "-d", help="Show this DSL's contract as well.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Show the task that an agent gets."""
-    from mkb_env.dsl import NAMES, get
-    from mkb_env.registration import problem_id
-    from mkb_env.task import brief
-
-    with misuse():
-        briefing = brief(slug)
-        contract = get(dsl).CONTRACT if dsl else None
-    if not json:
-        print(briefing.task + (f"\n{contract}" if contract else ""))
-        return
-    print_json(
-        {
-            "slug": slug,
-            "number": briefing.number,
-            "family": briefing.ref.family,
-            "title": briefing.title,
-            "model": briefing.model,
-            "inputs": briefing.inputs,
-            "outputs": briefing.outputs,
-            "ids": [problem_id(slug, name) for name in NAMES],
-            "task": briefing.task,
-            "contract": contract,
-        }
-    )
 
 
 @app.command()

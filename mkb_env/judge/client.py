@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from mkb_env import dsl as dsls
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Facts, FactsJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
 from mkb_env.legality import check
 from mkb_env.plan import LaunchPlan, PlanError, decode, encode
@@ -100,6 +100,10 @@ class Judge:
             else:
                 self._evaluator = ServerClient("mkb_env.judge.evaluator", ROOMS, "serial", ordinal or "0")
         return self._evaluator
+
+    def facts(self, problems: Sequence[str]) -> list[Facts]:
+        """What is known of some problems at their full shapes. Raises ServerError if our side fails."""
+        return self._ask(FactsJob(tuple(problems)), list[Facts])
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 

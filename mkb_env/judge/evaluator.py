@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from mkb_env.devices.base import Device, DeviceFault
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage
 
 STALL_SECONDS = 20.0
@@ -25,6 +25,7 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
     """Do one job; ``device`` is None for the simulator, which is cheap to make."""
     from mkb_env.judge.describe import describe
     from mkb_env.judge.evaluate import EvaluateOptions, evaluate
+    from mkb_env.judge.facts import facts
     from mkb_env.plan import PlanError, decode
     from mkb_env.problems import load
 
@@ -33,6 +34,8 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
         problem = load(job.problem)
         shapes = problem.shapes(job.workload)
         return msgspec.msgpack.encode([Described(describe(problem, s), problem.fits_simulator(s)) for s in shapes])
+    if isinstance(job, FactsJob):
+        return msgspec.msgpack.encode([facts(load(slug)) for slug in job.problems])
     device = device or _simulator()
     if isinstance(job, DeviceJob):
         return msgspec.msgpack.encode(device.name)

@@ -22,6 +22,50 @@ class Described(msgspec.Struct, frozen=True):
     """Whether the simulator can judge it in its time and memory."""
 
 
+class FactsJob(msgspec.Struct, frozen=True, tag="facts"):
+    """Say what is known of these problems (see :mod:`mkb_env.judge.facts`)."""
+
+    problems: tuple[str, ...]
+
+
+class TensorFacts(msgspec.Struct, frozen=True):
+    """An input or output at the full shape; a scalar has no sizes and its Python type as dtype."""
+
+    name: str
+    sizes: tuple[int, ...]
+    dtype: str
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What is known of a problem, at its full shape."""
+
+    slug: str
+    number: int
+    family: str
+    title: str
+    model: str
+    dtype: str
+    shape: str
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    bytes: int
+    """The least that one call moves."""
+    flops: int
+    unit: str
+    """What computes them: ``bf16``, ``fp8``, ``tf32`` (tensor cores) or ``fp32`` (CUDA cores)."""
+    roofline_us: float
+    """The least time on an H200, by its datasheet's peaks."""
+    memory_bound: bool
+    """Whether that is the time to move the bytes."""
+    kernels: tuple[str, ...]
+    """DSLs that have a verified kernel here."""
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.bytes
+
+
 class EvaluateJob(msgspec.Struct, frozen=True, tag="evaluate"):
     """Judge a plan at one shape of a workload."""
 
@@ -37,4 +81,4 @@ class DeviceJob(msgspec.Struct, frozen=True, tag="device"):
     """Name the device."""
 
 
-Job = DescribeJob | EvaluateJob | DeviceJob
+Job = DescribeJob | FactsJob | EvaluateJob | DeviceJob

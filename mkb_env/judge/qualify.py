@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +24,7 @@ from mkb_env.judge.draws import Value
 from mkb_env.judge.evaluate import EvaluateOptions, evaluate
 from mkb_env.judge.verdict import Evaluation, Stage
 from mkb_env.plan import DTYPE_BYTES
-from mkb_env.problems.contract import Problem, Shape
+from mkb_env.problems.contract import Problem, Shape, load, load_checks
 
 SMALL_FLOPS, SMALL_BYTES = 10_000_000, 16 << 20
 """What ``small`` and one held-out shape may take: seconds in the simulator, even for a plain kernel."""
@@ -63,6 +65,8 @@ def check_text(problem: Problem) -> None:
         require(section in problem.task, f"the task text has no {section.strip()!r}")
     for name in (*problem.inputs, *problem.outputs):
         require(re.search(rf"\b{re.escape(name)}\b", problem.task), f"the task text does not mention {name}")
+    unfilled = [path.name for path in sorted(problem.ref.folder.glob("*.py")) if "FILL IN" in path.read_text("utf-8")]
+    require(not unfilled, f"{' and '.join(unfilled)} still say FILL IN")
     longest = max(map(len, problem.task.splitlines()))
     require(longest <= 120, f"the task text has a line of {longest} characters; 120 fit")
 
@@ -217,3 +221,50 @@ def check_variants(
             )
             found[name] = evaluation
     return found
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found."""
+
+    check: str
+    passed: bool
+    message: str = ""
+
+
+def examine(slug: str, device: str = "cpu", workload: str | None = None) -> Iterator[Finding]:
+    """Run every check of one problem, at the shapes of ``workload`` or at all that a CPU does quickly.
+
+    Raises:
+        ValueError: if there is no such problem or workload, or its files lack what the contract asks for.
+    """
+    problem, checks = load(slug), load_checks(slug)
+    if workload is None:
+        places = quick_shapes(problem)
+    else:
+        places = [(workload, index) for index in range(len(problem.shapes(workload)))]
+    yield _find("text", lambda: check_text(problem))
+    yield _find("workloads", lambda: check_workloads(problem))
+    yield _find("specs", lambda: check_specs(problem))
+    yield _find("cost", lambda: check_cost(problem, checks))
+    where = torch.device(device)
+    for name, index in places:
+        shape = problem.shapes(name)[index]
+        place = f"{name} {index}" if name == "heldout" else name
+        yield _find(f"draws, {place}", partial(check_draws, problem, shape, where))
+        yield _find(f"reference, {place}", partial(check_reference, problem, shape, where))
+        yield _find(f"independent, {place}", partial(check_independent, problem, checks, shape, where))
+        if name != "heldout":
+            yield _find(f"variants, {place}", partial(check_variants, problem, checks, shape, where))
+
+
+def _find(name: str, check: Callable[[], object]) -> Finding:
+    try:
+        check()
+    except (Unqualified, draws.ProblemError) as error:
+        return Finding(name, False, str(error))
+    except Exception as error:  # the problem's own code: whatever it raises is a finding
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+    return Finding(name, True)

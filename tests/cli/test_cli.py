@@ -43,6 +43,19 @@ def test_list() -> None:
         "family": "mlp_norm",
         "title": "RMSNorm over rows of 128",
         "model": "Qwen3-30B-A3B",
+        "dtype": "bf16",
+        "shape": "R 520128, zero_rows 3, large_rows 2, small_rows 2",
+        "inputs": [
+            {"name": "hidden_states", "sizes": [520128, 128], "dtype": "bfloat16"},
+            {"name": "weight", "sizes": [128], "dtype": "bfloat16"},
+        ],
+        "outputs": [{"name": "y", "sizes": [520128, 128], "dtype": "bfloat16"}],
+        "bytes": 2 * 128 * (2 * 520128 + 1),
+        "flops": 5 * 128 * 520128,
+        "unit": "fp32",
+        "intensity": pytest.approx(1.25, rel=1e-5),
+        "roofline_us": pytest.approx(266305792 / 4.8e6),
+        "memory_bound": True,
         "kernels": ["cute", "tirx"],
         "ids": [f"MKB/rmsnorm-h128-qwen3-30b-bf16-{dsl}-v0" for dsl in ("cute", "tirx")],
         "family_ids": ["MKB/mlp-norm-cute-v0", "MKB/mlp-norm-tirx-v0"],
@@ -65,7 +78,7 @@ def test_show() -> None:
     assert text.startswith("RMSNorm over rows of 128")
     assert "TIRx" in text
     shown = run_json("show", SLUG)
-    assert shown["inputs"] == ["hidden_states", "weight"]
+    assert [given["name"] for given in shown["inputs"]] == ["hidden_states", "weight"]
     assert f"MKB/{SLUG.replace('_', '-')}-cute-v0" in shown["ids"]
     assert shown["contract"] is None
 

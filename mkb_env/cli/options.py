@@ -1,0 +1,55 @@
+"""The command line's application, and what several commands share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mkb_env.cli.entry import OneSentence
+
+app = typer.Typer(
+    cls=OneSentence,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Judge GPU kernels written in CuTe DSL and TIRx, on a GPU or in a simulator.",
+)
+
+
+def spelled(slug: str | None) -> str | None:
+    """A slug as its folder is named; the ids of environments have it with dashes."""
+    return slug.replace("-", "_") if slug else slug
+
+
+ProblemOption = Annotated[
+    str, typer.Option("--problem", "-p", callback=spelled, help="Slug of the problem; `mkb list` shows all.")
+]
+DslOption = Annotated[str, typer.Option("--dsl", "-d", help="cute or tirx.")]
+WorkloadOption = Annotated[
+    str | None,
+    typer.Option("--workload", "-w", help="small, full or heldout. Default: small in the simulator, full on a GPU."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda or cuda:N.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+SourceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The submission; - reads stdin.")]
+
+
+@contextmanager
+def misuse() -> Iterator[None]:
+    """Turn the ValueErrors by which names and options are refused into usage errors (exit code 2)."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def print_json(value: Any) -> None:
+    """One object on stdout."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
