@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import torch
+
+from mkb_env.problems.contract import Shape, Spec
+from mkb_env.problems.drawing import normal, offsets, permutation
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of one request: (q, keys, values, scale) -> (output, lse), as :func:`attend`."""
+Requests = list[tuple[slice, "torch.Tensor | slice"]]
+"""Per request: where its queries are, and the rows of its keys and values in order."""
+QUERIES_AT_ONCE = 512
 
 
 def half_turn(x: torch.Tensor) -> torch.Tensor:
@@ -29,3 +44,272 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 def allowance_by_tensor(anchor: torch.Tensor, relative: float) -> torch.Tensor:
     """Allowed absolute error: ``relative`` (|x| + rms of x over the whole tensor)."""
     return relative * (anchor.abs() + anchor.square().mean().sqrt())
+
+
+# -- requests with queries and keys of their own: softmax attention, causal and aligned at the end ---------------------
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one request's queries over its keys, in float32 or wider.
+
+    Of n queries and m keys, query i sees key j iff j <= i + m - n; a single query sees every key. Query head h reads
+    key/value head h // (heads / kv_heads).
+
+    Args:
+        q: [n, heads, D].
+        keys: [m, kv_heads, D].
+        values: [m, kv_heads, Dv].
+        scale: factor of the logits.
+
+    Returns:
+        Output [k, heads, Dv] and base-2 log-sum-exp [k, heads] of the last k = min(n, m) queries: those that see a key.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = keys.to(wide), values.to(wide)
+    n, m, kv_heads = len(q), len(keys), keys.shape[1]
+    outputs, lses = [], []
+    for begin in range(max(0, n - m), n, QUERIES_AT_ONCE):
+        end = min(begin + QUERIES_AT_ONCE, n)
+        seen = m - n + end  # keys that the last query of this part sees
+        queries = q[begin:end].to(wide).unflatten(1, (kv_heads, -1))
+        logits = torch.einsum("nhgd,mhd->nhgm", queries, keys[:seen]) * scale
+        if n > 1:
+            later = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).triu(m - n + begin + 1)
+            logits.masked_fill_(later[:, None, None], -math.inf)
+        lses.append(torch.logsumexp(logits, dim=-1).flatten(1) / math.log(2))
+        outputs.append(torch.einsum("nhgm,mhd->nhgd", logits.softmax(dim=-1), values[:seen]).flatten(1, 2))
+    return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
+
+
+def attend_requests(
+    q: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
+    requests: Requests,
+    scale: float,
+    attention: Attend = attend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention`` request by request; rows that see no key have output 0 and lse -inf.
+
+    Args:
+        q: [queries, heads, D].
+        key_rows: [rows, kv_heads, D].
+        value_rows: [rows, kv_heads, Dv].
+        requests: queries and rows of each request.
+        scale: factor of the logits.
+        attention: of one request; it returns the last rows, or all.
+
+    Returns:
+        Output [queries, heads, Dv] in q's dtype; lse [queries, heads], float32 or wider.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    output = q.new_zeros(*q.shape[:2], value_rows.shape[-1])
+    lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+    for queries, rows in requests:
+        keys = key_rows[rows]
+        if queries.start == queries.stop or not len(keys):
+            continue
+        found, sums = attention(q[queries], keys, value_rows[rows], scale)
+        last = slice(queries.stop - len(found), queries.stop)
+        output[last], lse[last] = found, sums
+    return output, lse
+
+
+def spans(indptr: torch.Tensor) -> list[slice]:
+    """The ranges between neighbours of an indptr."""
+    return [slice(begin, end) for begin, end in pairwise(indptr.tolist())]
+
+
+def singles(count: int) -> list[slice]:
+    """One row per request."""
+    return [slice(row, row + 1) for row in range(count)]
+
+
+def paged(
+    queries: list[slice],
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor | None = None,
+    page: int = 1,
+) -> Requests:
+    """Requests whose keys lie in listed pages of ``page`` rows, of which the last holds ``kv_last_page_len`` rows."""
+    rows = (kv_indices.long()[:, None] * page + torch.arange(page, device=kv_indices.device)).flatten()
+    fills = [page] * len(queries) if kv_last_page_len is None else kv_last_page_len.tolist()
+    requests: Requests = []
+    for own, pages, fill in zip(queries, spans(kv_indptr), fills, strict=True):
+        begin, end = pages.start * page, pages.stop * page
+        requests.append((own, rows[begin : end - page + fill if end > begin else end]))
+    return requests
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    sm_scale: float,
+    attention: Attend = attend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query per request over a cache of one-token pages; float64 inputs are computed in float64."""
+    requests = paged(singles(len(q)), kv_indptr, kv_indices)
+    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    sm_scale: float,
+    attention: Attend = attend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over a cache of one-token pages; float64 inputs are computed in float64."""
+    requests = paged(spans(qo_indptr), kv_indptr, kv_indices)
+    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+
+
+def page_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    sm_scale: float,
+    attention: Attend = attend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over a cache of longer pages; float64 inputs are computed in float64."""
+    requests = paged(spans(qo_indptr), kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
+    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+
+
+def ragged_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    sm_scale: float,
+    attention: Attend = attend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over contiguous keys and values; float64 inputs are computed in float64."""
+    requests: Requests = list(zip(spans(qo_indptr), spans(kv_indptr), strict=True))
+    return attend_requests(q, k, v, requests, sm_scale, attention)
+
+
+def softmax_allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Allowed absolute error: 1.6e-2 (|x| + rms of x over its head) for ``output``, 2e-3 for ``lse``.
+
+    The first admits probabilities rounded to bfloat16 at any length: m nearly uniform keys give an output of rms
+    sqrt(e / m), so a fixed absolute term would accept zeros. Rows that see no key must be exactly 0.
+    """
+    if name == "lse":
+        return torch.full_like(anchor, 2e-3)
+    return 1.6e-2 * (anchor.abs() + anchor.square().mean(dim=-1, keepdim=True).sqrt())
+
+
+# -- their workloads: "lengths" (one query each) or "requests" ([queries, keys] each), "P" pages, "poison", ... --------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What follows from the requests of a workload."""
+
+    requests: int
+    queries: int
+    keys: int
+    pages: int
+    read: int
+    """Different keys that some query sees: those of a shared prefix count once."""
+    pairs: int
+    """(query, key) with the key visible to the query."""
+
+
+def requests_of(shape: Shape) -> list[list[int]]:
+    """[queries, keys] of every request."""
+    return shape["requests"] if "requests" in shape else [[1, length] for length in shape["lengths"]]
+
+
+def page_counts(shape: Shape, page: int = 1) -> list[int]:
+    """Pages of every request."""
+    return [-(-keys // page) for _, keys in requests_of(shape)]
+
+
+def counts(shape: Shape, page: int = 1) -> Counts:
+    """The sums over a workload's requests."""
+    requests, pages, prefix = requests_of(shape), page_counts(shape, page), shape.get("shared_prefix", 0)
+    reading = [(keys, own) for (queries, keys), own in zip(requests, pages, strict=True) if queries]
+    sharing = sum(own > prefix > 0 for _, own in reading)
+    return Counts(
+        requests=len(requests),
+        queries=sum(queries for queries, _ in requests),
+        keys=sum(keys for _, keys in requests),
+        pages=sum(pages),
+        read=sum(keys for keys, _ in reading) - page * prefix * max(0, sharing - 1),
+        pairs=sum(n * m - n * (n - 1) // 2 if n <= m else m * (m + 1) // 2 for n, m in requests),
+    )
+
+
+def layout(shape: Shape, page: int = 1) -> dict[str, list[int]]:
+    """``qo_indptr`` and ``kv_indptr`` (in pages), and ``kv_last_page_len`` (0 in requests without pages)."""
+    requests, pages = requests_of(shape), page_counts(shape, page)
+    return {
+        "qo_indptr": offsets([queries for queries, _ in requests]),
+        "kv_indptr": offsets(pages),
+        "kv_last_page_len": [
+            keys - (own - 1) * page if own else 0 for (_, keys), own in zip(requests, pages, strict=True)
+        ],
+    }
+
+
+def draw_inputs(
+    generator: torch.Generator, shape: Shape, names: Sequence[str], specs: Sequence[Spec], page: int = 1
+) -> tuple[Any, ...]:
+    """Standard normal tensors, the workload's layout, a random placement of pages and the scalars, in ``names``' order.
+
+    Pages are different in all requests, but for ``shared_prefix`` = s: then all requests of more than s pages have the
+    first s pages of the first such request. With ``poison`` every row of a cache that no request lists holds NaN, the
+    unused rows of last pages among them.
+    """
+    known, pages = layout(shape, page), page_counts(shape, page)
+    values: dict[str, Any] = {}
+    for name, spec in zip(names, specs, strict=True):
+        if not isinstance(spec, tuple):
+            values[name] = spec
+        elif name == "kv_indices":
+            values[name] = _placement(generator, pages, shape["P"], shape.get("shared_prefix", 0))
+        elif name in known:
+            values[name] = torch.tensor(known[name], dtype=torch.int32, device=generator.device)
+        else:
+            values[name] = normal(generator, *spec[0], dtype=spec[1])
+    if shape.get("poison"):
+        fills = [min(page, keys - first) for _, keys in requests_of(shape) for first in range(0, keys, page)]
+        listed = _listed(values["kv_indices"], fills, shape["P"], page)
+        for name in names:
+            if name.endswith("_cache"):
+                cache = values[name]
+                cache.masked_fill_(~listed.view(*listed.shape, *[1] * (cache.dim() - 2)), math.nan)
+    return tuple(values.values())
+
+
+def _placement(generator: torch.Generator, pages: Sequence[int], pool: int, prefix: int) -> torch.Tensor:
+    """Page ids of all requests, one request after another."""
+    ids = permutation(generator, pool)[: sum(pages)].clone()
+    sharing = [begin for begin, own in zip(offsets(pages), pages, strict=False) if own > prefix > 0]
+    for begin in sharing[1:]:
+        ids[begin : begin + prefix] = ids[sharing[0] : sharing[0] + prefix]
+    return ids
+
+
+def _listed(ids: torch.Tensor, fills: Sequence[int], pool: int, page: int) -> torch.Tensor:
+    """Which rows of which pages belong to a request, bool [pool, page]."""
+    used = torch.tensor(fills, dtype=torch.int32, device=ids.device)[:, None] > torch.arange(page, device=ids.device)
+    listed = torch.zeros(pool, page, dtype=torch.bool, device=ids.device)
+    listed[ids.long()] = used
+    return listed

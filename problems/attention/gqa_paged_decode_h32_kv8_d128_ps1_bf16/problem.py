@@ -34,15 +34,12 @@ Rules:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
+from mkb_env.problems.attention.common import counts, draw_inputs, layout, paged_decode, softmax_allowance
 from mkb_env.problems.contract import Cost, Shape, Spec
-from mkb_env.problems.drawing import normal, offsets, permutation
 
 TITLE = "Paged decode attention, 32 query heads on 8 key/value heads, page size 1"
 NUMBER = 1
@@ -50,8 +47,7 @@ MODEL = "Llama-3.1-8B"
 INPUTS = ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "sm_scale")
 OUTPUTS = ("output", "lse")
 HOST_VISIBLE = ("kv_indptr",)
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SM_SCALE = HEAD_DIM**-0.5
+SM_SCALE = 128**-0.5
 WORKLOADS = {
     "full": {
         "lengths": [512 + 17 * b for b in range(56)] + [1543, 2050, 2311, 2596, 2881, 3096, 4001, 6000],
@@ -63,25 +59,26 @@ WORKLOADS = {
     "heldout": [
         {"lengths": [1 + 97 * b % 1511 for b in range(17)], "P": 16384, "sm_scale": SM_SCALE, "shared_prefix": 64},
         {"lengths": [0, 1, 8191, 129, 0], "P": 9000, "sm_scale": 0.1, "poison": True},
+        {"lengths": [3, 0, 66, 1, 37], "P": 131, "sm_scale": 0.125, "poison": True},
     ],
 }
 
 
 def geometry(shape: Shape) -> dict[str, list[int]]:
     """Where each request's slots begin."""
-    return {"kv_indptr": offsets(shape["lengths"])}
+    return {"kv_indptr": layout(shape)["kv_indptr"]}
 
 
 def input_specs(shape: Shape) -> tuple[Spec, ...]:
     """Sizes and dtype, or value, of each of ``INPUTS``."""
-    batch, tokens = len(shape["lengths"]), sum(shape["lengths"])
-    cache = (shape["P"], 1, KV_HEADS, HEAD_DIM), torch.bfloat16
+    size = counts(shape)
+    cache = (shape["P"], 1, 8, 128), torch.bfloat16
     return (
-        ((batch, HEADS, HEAD_DIM), torch.bfloat16),
+        ((size.requests, 32, 128), torch.bfloat16),
         cache,
         cache,
-        ((batch + 1,), torch.int32),
-        ((tokens,), torch.int32),
+        ((size.requests + 1,), torch.int32),
+        ((size.keys,), torch.int32),
         shape["sm_scale"],
     )
 
@@ -89,77 +86,25 @@ def input_specs(shape: Shape) -> tuple[Spec, ...]:
 def output_specs(shape: Shape) -> tuple[Spec, ...]:
     """Sizes and dtype of each of ``OUTPUTS``."""
     batch = len(shape["lengths"])
-    return ((batch, HEADS, HEAD_DIM), torch.bfloat16), ((batch, HEADS), torch.float32)
+    return ((batch, 32, 128), torch.bfloat16), ((batch, 32), torch.float32)
 
 
-def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor | float, ...]:
+def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[Any, ...]:
     """Standard normal queries and cache, a random placement of tokens in slots, in ``INPUTS``' order.
 
     With ``shared_prefix`` = s, all requests longer than s have the first s slots of the first such request. With
     ``poison``, slots that no request lists hold NaN.
     """
-    lengths, slots = shape["lengths"], shape["P"]
-    q = normal(generator, len(lengths), HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    k_cache, v_cache = (normal(generator, slots, 1, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
-    placement = permutation(generator, slots)
-    kv_indptr = torch.tensor(geometry(shape)["kv_indptr"], dtype=torch.int32, device=generator.device)
-    kv_indices = placement[: sum(lengths)].clone()
-    sharing, prefix = _sharing(shape), shape.get("shared_prefix", 0)
-    for begin in sharing[1:]:
-        kv_indices[begin : begin + prefix] = kv_indices[sharing[0] : sharing[0] + prefix]
-    if shape.get("poison"):
-        unused = placement[sum(lengths) :]
-        k_cache[unused], v_cache[unused] = math.nan, math.nan
-    return q, k_cache, v_cache, kv_indptr, kv_indices, shape["sm_scale"]
+    return draw_inputs(generator, shape, INPUTS, input_specs(shape))
 
 
-def _sharing(shape: Shape) -> list[int]:
-    """Where the slots of the requests with the shared prefix begin in ``kv_indices``; empty without such a prefix."""
-    prefix, lengths = shape.get("shared_prefix", 0), shape["lengths"]
-    return [sum(lengths[:b]) for b, length in enumerate(lengths) if length > prefix > 0]
-
-
-def reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's formula, request by request; float64 inputs are computed in float64."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    batch, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    output = torch.zeros_like(q)
-    lse = torch.full((batch, heads), -math.inf, dtype=wide, device=q.device)
-    for b, (begin, end) in enumerate(pairwise(kv_indptr.tolist())):
-        if begin == end:
-            continue
-        slots = kv_indices[begin:end]
-        keys, values = k_cache[slots, 0].to(wide), v_cache[slots, 0].to(wide)
-        queries = q[b].to(wide).view(kv_heads, heads // kv_heads, dim)
-        logits = torch.einsum("hgd,mhd->hgm", queries, keys) * sm_scale
-        lse[b] = torch.logsumexp(logits, dim=-1).view(heads) / math.log(2)
-        output[b] = torch.einsum("hgm,mhd->hgd", logits.softmax(dim=-1), values).reshape(heads, dim)
-    return output, lse
-
-
-def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Allowed absolute error: 1.6e-2 (|x| + rms of x over its head) for ``output``, 2e-3 for ``lse``.
-
-    The first admits probabilities rounded to bfloat16 at any length: m nearly uniform keys give an output of rms
-    sqrt(e / m), so a fixed absolute term would accept zeros. Outputs of empty requests must be exactly 0.
-    """
-    if name == "lse":
-        return torch.full_like(anchor, 2e-3)
-    return 1.6e-2 * (anchor.abs() + anchor.square().mean(dim=-1, keepdim=True).sqrt())
+reference = paged_decode
+allowance = softmax_allowance
 
 
 def COST(shape: Shape) -> Cost:
     """Every listed slot's key and value once, queries, indices and outputs once; two multiply-adds per key channel."""
-    batch, tokens = len(shape["lengths"]), sum(shape["lengths"])
-    distinct = tokens - shape.get("shared_prefix", 0) * max(0, len(_sharing(shape)) - 1)
-    cache = 2 * 2 * distinct * KV_HEADS * HEAD_DIM
-    others = 2 * 2 * batch * HEADS * HEAD_DIM + 4 * tokens + 4 * batch * HEADS + 4 * (batch + 1)
-    return Cost(bytes=cache + others, flops=4 * tokens * HEADS * HEAD_DIM, unit="bf16")
+    size = counts(shape)
+    cache = 2 * 2 * size.read * 8 * 128
+    others = 2 * 2 * size.queries * 32 * 128 + 4 * size.keys + 4 * size.queries * 32 + 4 * (size.requests + 1)
+    return Cost(bytes=cache + others, flops=4 * size.pairs * 32 * 128, unit="bf16")

@@ -1,0 +1,42 @@
+"""What shows that the problem is right, and its tolerance neither blind nor brittle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mkb_env.problems.attention import variants
+from mkb_env.problems.attention.common import paged_decode
+from mkb_env.problems.attention.variants import INDEPENDENT as INDEPENDENT
+from mkb_env.problems.attention.variants import blocked
+
+
+def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
+    """The anchor against torch's operator, request by request, with slots looked up one by one."""
+    q, k_cache, v_cache, kv_indptr, kv_indices, sm_scale = inputs
+    bounds, slots = kv_indptr.tolist(), kv_indices.tolist()
+    singles = [(b, b + 1) for b in range(len(q))]
+    variants.check_requests(
+        q, k_cache[:, 0], v_cache[:, 0], singles, lambda b: slots[bounds[b] : bounds[b + 1]], sm_scale, truth
+    )
+
+
+def _uniform(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return paged_decode(*inputs[:-1], sm_scale=0.0)
+
+
+WRONG = {
+    "the last key left out": partial(paged_decode, attention=blocked(visible=variants.without_own)),
+    "uniform weights": _uniform,
+    "probabilities in fp8": partial(paged_decode, attention=blocked(probabilities=torch.float8_e4m3fn)),
+    "query head h reads key/value head h mod 8": partial(paged_decode, attention=blocked(head_of=variants.interleaved)),
+    "lse to base e": lambda *inputs: variants.natural_lse(paged_decode(*inputs)),
+}
+SECOND = {
+    "blocks of 64 keys, bf16 probabilities": partial(paged_decode, attention=blocked()),
+    "blocks of 16 keys, fp32 probabilities": partial(paged_decode, attention=blocked(16, torch.float32)),
+    "split over blocks of 16 keys, merged by lse": partial(paged_decode, attention=blocked(16, split=True)),
+}
