@@ -213,7 +213,7 @@ class _Rows:
         )
         for part in self.chunks():
             anchor, finite = self.anchor[part].double(), self._finite(part)
-            error = self.reference[part].double().sub_(anchor).abs_()
+            error = (self.reference[part].double() - anchor).abs_()
             if finite is not None:
                 error, anchor = error.masked_fill_(~finite, 0.0), anchor.masked_fill(~finite, 0.0)
             self.errors[part] = error.amax(1)
@@ -312,7 +312,7 @@ class _Rows:
         if self.by_row:
             own = self.errors[part].unsqueeze(1) / allowed
         else:
-            own = self.reference[part].double().sub_(self.anchor[part]).abs_().div_(allowed)
+            own = (self.reference[part].double() - self.anchor[part]).abs_().div_(allowed)
             if (finite := self._finite(part)) is not None:
                 own = own.masked_fill_(~finite, 0.0)
         return own.nan_to_num_(nan=0.0, posinf=math.inf).max()
