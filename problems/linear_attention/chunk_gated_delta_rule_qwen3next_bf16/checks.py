@@ -1,0 +1,97 @@
+"""What shows that the problem is right, and its tolerance neither blind nor brittle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from mkb_env.problems.linear_attention.chunk_gated_delta_rule_qwen3next_bf16.problem import prepared, reference
+from mkb_env.problems.linear_attention.common import as_bf16, chunk_delta_rule, token_delta_rule
+
+INDEPENDENT = (
+    "the recurrence token by token in float64 on some heads; transformers' Qwen3-Next recurrence at small sizes"
+)
+
+
+def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
+    """The anchor, which takes 64 tokens at a time, against the definition."""
+    q, k, v, g, beta = (x.double() for x in inputs)
+    group, heads = v.shape[2] // k.shape[2], sorted({0, v.shape[2] // 2 - 1, v.shape[2] - 1})
+    for h in heads:
+        for b in {0, len(q) - 1}:
+            state = q.new_zeros(q.shape[-1], v.shape[-1])
+            for t in range(q.shape[1]):
+                query, key = (x[b, t, h // group] for x in (q, k))
+                query, key = (x / (x.dot(x) + 1e-6).sqrt() for x in (query, key))
+                state = state * g[b, t, h].exp()
+                state = state + torch.outer(key, beta[b, t, h] * (v[b, t, h] - key @ state))
+                want = query @ state / q.shape[-1] ** 0.5
+                torch.testing.assert_close(truth[0][b, t, h], want, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(truth[1][b, h], state, rtol=1e-9, atol=1e-12)
+    if q.shape[1] * q.shape[-1] <= 4096:
+        _against_transformers(inputs, truth)
+
+
+def _against_transformers(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    q, k, v, g, beta = (x.float() for x in inputs)
+    o, state = torch_recurrent_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    for got, want in ((o, truth[0]), (state, truth[1])):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def _heads_first(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *prepared_inputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, _, v = prepared_inputs[:3]
+    o, state = function(*prepared_inputs, q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]))
+    return o.transpose(1, 2).bfloat16().contiguous(), state.bfloat16()
+
+
+def _on_tensor_cores(chunk: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, *others = prepared(*inputs)
+        rule = partial(chunk_delta_rule, chunk=chunk, operand=as_bf16)
+        return _heads_first(rule, as_bf16(q), as_bf16(k), *others)
+
+    return function
+
+
+def _by_token(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _heads_first(token_delta_rule, *prepared(*inputs))
+
+
+def _heads_interleaved(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    repeats = others[0].shape[2] // k.shape[2]
+    return reference(q.repeat(1, 1, repeats, 1), k.repeat(1, 1, repeats, 1), *others)
+
+
+def _no_epsilon(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = (x / torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).clamp_min(1e-20) for x in (q, k))
+    return reference(q, k, *others)
+
+
+def _beta_on_values_only(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, g, beta = prepared(*inputs)
+    return _heads_first(chunk_delta_rule, q, k, v * beta.unsqueeze(-1), g, torch.ones_like(beta))
+
+
+def _late_decay(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, g, beta = inputs
+    return reference(q, k, v, torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1), beta)
+
+
+WRONG = {
+    "value head h reads key head h modulo Hk": _heads_interleaved,
+    "no epsilon in the norms": _no_epsilon,
+    "beta scales the values but not the prediction": _beta_on_values_only,
+    "the state decays after the token, not before": _late_decay,
+}
+SECOND = {
+    "token by token": _by_token,
+    "64 tokens at a time with bfloat16 operands, inverse in float32": _on_tensor_cores(64),
+    "32 tokens at a time with bfloat16 operands": _on_tensor_cores(32),
+}
