@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def fp32_gemm_allowance(
 ) -> torch.Tensor:
     """Allowed absolute error of matrix products in float32: 5e-3 of the root mean square of each row (last axis).
 
-    One or two products with operands rounded to TF32 (nearest) err by up to 2.3e-3 of it at inner sizes from 48 to
+    One or two products with operands rounded to TF32 (nearest) err by up to 2.4e-3 of it at inner sizes from 48 to
     12288; operands rounded to bfloat16 err by 1.1e-2 and more.
     """
     return 5e-3 * anchor.square().mean(dim=-1, keepdim=True).sqrt()
@@ -36,3 +37,42 @@ def nearest_tf32(x: torch.Tensor) -> torch.Tensor:
 def some(count: int, most: int, device: torch.device) -> torch.Tensor:
     """At most ``most`` of the indices 0 ... ``count`` - 1, at random: what a check looks at in a large output."""
     return torch.randperm(count)[:most].to(device)
+
+
+def fp32_gradient_allowance(
+    name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor
+) -> torch.Tensor:
+    """The same for gradients: 5e-3 of the root mean square of the whole output.
+
+    Not by row: a row of a weight's gradient may be small because an activation's derivative happens to vanish, and
+    then says nothing about the products that its error comes from.
+    """
+    return (5e-3 * anchor.square().mean().sqrt()).expand(anchor.shape)
+
+
+def gelu_tanh_backward(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """GELU by tanh of ``h``, 0.5 h (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))), and its derivative, both unrounded."""
+    factor = math.sqrt(2 / math.pi)
+    t = torch.tanh(factor * (h + 0.044715 * h**3))
+    slope = factor * (1 + 3 * 0.044715 * h.square())
+    return 0.5 * h * (1 + t), 0.5 * (1 + t) + 0.5 * h * (1 - t.square()) * slope
+
+
+def rms_norm_backward(
+    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of y = weight z, z = x / sqrt(mean(x^2) + eps) over the last axis, unrounded.
+
+    Args:
+        grad_y: [..., D], float32 or float64.
+        x: [..., D], of the same dtype.
+        weight: [D], of the same dtype.
+        eps: added to the mean square.
+
+    Returns:
+        The gradient of x, [..., D], and every row's contribution to that of the weight, grad_y z, [..., D].
+    """
+    r = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    z = x * r
+    q = grad_y * weight
+    return r * (q - z * (q * z).mean(dim=-1, keepdim=True)), grad_y * z
