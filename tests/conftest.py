@@ -12,6 +12,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.mkb_runtime = tempfile.mkdtemp(prefix="mkb-test-")  # type: ignore[attr-defined]
         os.environ["MKB_RUNTIME_DIR"] = config.mkb_runtime  # type: ignore[attr-defined]
+        os.environ["MKB_CACHE_DIR"] = ""  # tests record for real
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from mkb_env.recorder.cache import RecordingCache
 from mkb_env.recorder.protocol import FAILURE_KINDS, Failure, Recording, RecordRequest, SourceLocation
 from mkb_env.servers.client import Outcome, ServerClient, ServerError, signal_name
 
@@ -23,13 +24,23 @@ HINT_CRASH = (
 
 
 class RecorderClient:
-    """Records submissions on this machine's recorder server."""
+    """Records submissions on this machine's recorder server, unless the cache has them."""
 
     def __init__(self) -> None:
+        self.cache = RecordingCache.from_environment()
         self.server = ServerClient("mkb_env.recorder.service", rooms=("recorder", "dsl"))
 
     def record(self, request: RecordRequest, on_progress: Callable[[str], None] | None = None) -> Recording:
         """The plans of a submission, or why there is none. Never raises for what the submission does."""
+        cached = self.cache.get(request) if self.cache else None
+        if cached:
+            return cached
+        recording = self._record(request, on_progress)
+        if self.cache:
+            self.cache.put(request, recording)
+        return recording
+
+    def _record(self, request: RecordRequest, on_progress: Callable[[str], None] | None) -> Recording:
         limits = request.limits
         try:
             outcome = self.server.call(
