@@ -18,18 +18,19 @@ INDEPENDENT = (
 def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
     """The anchor, which takes 64 tokens at a time, against the definition."""
     q, k, v, g, beta = (x.double() for x in inputs)
-    group, heads = v.shape[2] // k.shape[2], sorted({0, v.shape[2] // 2 - 1, v.shape[2] - 1})
-    for h in heads:
-        for b in {0, len(q) - 1}:
-            state = q.new_zeros(q.shape[-1], v.shape[-1])
-            for t in range(q.shape[1]):
-                query, key = (x[b, t, h // group] for x in (q, k))
-                query, key = (x / (x.dot(x) + 1e-6).sqrt() for x in (query, key))
-                state = state * g[b, t, h].exp()
-                state = state + torch.outer(key, beta[b, t, h] * (v[b, t, h] - key @ state))
-                want = query @ state / q.shape[-1] ** 0.5
-                torch.testing.assert_close(truth[0][b, t, h], want, rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(truth[1][b, h], state, rtol=1e-9, atol=1e-12)
+    heads, scale = [0, v.shape[2] // 2 - 1, v.shape[2] - 1], q.shape[-1] ** -0.5
+    sources = [h // (v.shape[2] // k.shape[2]) for h in heads]
+    queries, keys = (x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt() for x in (q[:, :, sources], k[:, :, sources]))
+    values, decay, weight = v[:, :, heads], g[:, :, heads].exp(), beta[:, :, heads]
+    state = q.new_zeros(len(q), len(heads), q.shape[-1], v.shape[-1])
+    rows = []
+    for t in range(q.shape[1]):
+        state = state * decay[:, t, :, None, None]
+        missing = values[:, t] - torch.einsum("bhk,bhkv->bhv", keys[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", keys[:, t], weight[:, t, :, None] * missing)
+        rows.append(torch.einsum("bhk,bhkv->bhv", queries[:, t] * scale, state))
+    torch.testing.assert_close(truth[0][:, :, heads], torch.stack(rows, 1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(truth[1][:, heads], state, rtol=1e-9, atol=1e-12)
     if q.shape[1] * q.shape[-1] <= 4096:
         _against_transformers(inputs, truth)
 
