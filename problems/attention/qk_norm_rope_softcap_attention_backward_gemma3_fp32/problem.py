@@ -96,7 +96,7 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 
 
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor | float, ...]:
-    """Standard normal gradients and projections, norm weights in [0.5, 1.5); ``out`` and ``lse`` by the forward pass."""
+    """Standard normal gradients and projections, norm weights in [0.5, 1.5); the forward pass gives the rest."""
     grad_out, q, k, v = (normal(generator, *size) for size, _ in input_specs(shape)[:4])
     q_weight, k_weight = (uniform(generator, shape["D"], low=0.5, high=1.5) for _ in range(2))
     positions = torch.arange(shape["S"], device=generator.device, dtype=torch.float64) / shape["factor"]
