@@ -46,6 +46,11 @@ def allowance_by_tensor(anchor: torch.Tensor, relative: float) -> torch.Tensor:
     return relative * (anchor.abs() + anchor.square().mean().sqrt())
 
 
+def zero_rows_exact(allowed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """``allowed``, but 0 in the rows (last axis) where the truth is 0."""
+    return allowed.masked_fill((anchor == 0).all(dim=-1, keepdim=True), 0.0)
+
+
 # -- requests with queries and keys of their own: softmax attention, causal and aligned at the end ---------------------
 
 
