@@ -21,7 +21,7 @@ ROUNDING = 1.6e-2
 def slot_mapping(
     generator: torch.Generator, tokens: int, slots: int, pads: int = 0, tail_pads: int = 0
 ) -> torch.Tensor:
-    """Distinct slots in random order, int64 [tokens]; -1 at ``pads`` random tokens and at the last 1 to ``tail_pads``."""
+    """Distinct slots in random order, int64; -1 at ``pads`` random tokens and at the last 1 to ``tail_pads``."""
     mapping = permutation(generator, slots, torch.int64)[:tokens].clone()
     mapping[permutation(generator, tokens, torch.int64)[:pads]] = -1
     if tail_pads:
@@ -55,7 +55,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def insert(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of the paged ``cache`` [pages, page size, ...] with rows[t] at slot slots[t], where that is not negative."""
+    """A copy of ``cache`` [pages, page size, ...] with rows[t] at slot slots[t], where that is not negative."""
     result = cache.clone()
     kept = slots >= 0
     result.view(-1, *cache.shape[2:])[slots[kept]] = rows[kept]
@@ -70,7 +70,7 @@ def touched(slots: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def paged_rows(cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """The rows of all requests' tokens, request by request, from ``cache`` [pages, page size, row]; [sum of lens, row]."""
+    """The rows of all requests' tokens, request by request, from ``cache`` [pages, page size, row]."""
     lengths = seq_lens.long()
     requests = torch.repeat_interleave(torch.arange(len(lengths), device=cache.device), lengths)
     begins = (lengths.cumsum(0) - lengths)[requests]
@@ -89,7 +89,7 @@ def with_signed_zeros(values: torch.Tensor) -> torch.Tensor:
 
 
 def bitwise(values: torch.Tensor) -> torch.Tensor:
-    """float64 numbers that are equal exactly where the bits of 16- or 32-bit floats are; float64 is taken as such already.
+    """float64 numbers that are equal exactly where the bits of 16- or 32-bit floats are; float64 is such already.
 
     Numbers stand for themselves, -0 is ``NEGATIVE_ZERO``, a NaN becomes a number beyond the range of 32 bits.
     """
@@ -101,7 +101,7 @@ def bitwise(values: torch.Tensor) -> torch.Tensor:
 
 
 def rotated_magnitude(truth: torch.Tensor, begin: int, rotary: int) -> torch.Tensor:
-    """The length of each rotated pair in truth[..., begin : begin + rotary], |truth| elsewhere: what roundings scale with."""
+    """What roundings scale with: lengths of rotated pairs in truth[..., begin : begin + rotary], |truth| elsewhere."""
     pairs = truth[..., begin : begin + rotary].unflatten(-1, (2, -1))
     lengths = torch.linalg.vector_norm(pairs, dim=-2)
     magnitude = truth.abs()

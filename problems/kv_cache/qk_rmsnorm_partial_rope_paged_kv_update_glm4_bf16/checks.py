@@ -107,6 +107,14 @@ def _with(**changes: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _wraps(*inputs: Any) -> Any:
+    """-1 addresses the last slot."""
+    *others, slots, _, eps = inputs
+    q, cache = reference(*inputs)
+    last = cache[0, ..., 0, 0].numel() - 1
+    return q, reference(*others, torch.where(slots < 0, last, -1), cache, eps)[1]
+
+
 WRONG = {
     "no eps": _with(eps=lambda given: 0.0),
     "eps of 1e-6": _with(eps=lambda given: 1e-6),
@@ -115,7 +123,7 @@ WRONG = {
     "the token's number for its position": _with(
         positions=lambda given: torch.arange(len(given["qkv"]), device=given["qkv"].device) % len(given["table"])
     ),
-    "-1 wraps to the last slot": _with(slots=lambda given: given["slots"] % given["cache"][0, ..., 0, 0].numel()),
+    "-1 wraps to the last slot": _wraps,
     "neighbouring pairs": _variant(_norm, _turn_neighbours),
     "pairs half a head apart": _variant(_norm, _turn_far_pairs),
     "the mean of 120 of the 128 channels": _variant(_mean_of_120, _turn),

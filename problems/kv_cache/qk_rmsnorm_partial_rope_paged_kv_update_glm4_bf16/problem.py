@@ -185,7 +185,7 @@ def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor:
 
 
 def COST(shape: Shape) -> Cost:
-    """Queries read and written, each cache slot read from one place and written; table rows, indices and weights once."""
+    """Queries read and written, each cache slot read from one place and written; all else read once."""
     tokens, heads, kv_heads, dim, rotary = (shape[key] for key in ("T", "Hq", "H", "D", "R"))
     cache = 2 * shape["NB"] * shape["BS"] * kv_heads * dim
     others = 2 * rotary * min(tokens, shape["P"]) + 16 * tokens + 4 * dim
