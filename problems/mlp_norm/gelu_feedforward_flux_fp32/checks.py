@@ -67,9 +67,7 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def _streamed(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor
-) -> torch.Tensor:
+def _streamed(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> torch.Tensor:
     """A quarter of the hidden width at a time, TF32 operands, one float32 accumulator."""
     y = torch.zeros_like(x)
     for up, bias, down in zip(w1.chunk(4), b1.chunk(4), w2.chunk(4, 1), strict=True):

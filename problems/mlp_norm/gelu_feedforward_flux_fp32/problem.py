@@ -82,9 +82,7 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     return x, w1, b1, w2, b2
 
 
-def reference(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor
-) -> torch.Tensor:
+def reference(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> torch.Tensor:
     """The module's formula; float64 inputs are computed in float64."""
     return linear(gelu(linear(x, w1, b1), approximate="tanh"), w2, b2)
 

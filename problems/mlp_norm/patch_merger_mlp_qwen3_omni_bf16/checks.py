@@ -19,9 +19,7 @@ def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionPatchMerger
 
     x, ln_w, ln_b, w1, b1, w2, b2 = (tensor.double() for tensor in inputs)
-    config = Qwen3OmniMoeVisionEncoderConfig(
-        hidden_size=x.shape[1], out_hidden_size=w2.shape[0], spatial_merge_size=2
-    )
+    config = Qwen3OmniMoeVisionEncoderConfig(hidden_size=x.shape[1], out_hidden_size=w2.shape[0], spatial_merge_size=2)
     with torch.device("meta"):
         merger = Qwen3OmniMoeVisionPatchMerger(config)
     names = ("ln_q.weight", "ln_q.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias")
