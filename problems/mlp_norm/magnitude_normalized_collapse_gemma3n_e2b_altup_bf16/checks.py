@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mkb_env.problems.mlp_norm.common import some
+
 STREAMS, FLOOR = 4, float(torch.tensor(1e-5, dtype=torch.bfloat16))
 INDEPENDENT = "einsum and vector norms of sampled tokens in float64"
-SAMPLE = 512
 
 
 def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
     """Unit vectors instead of divisions by a mean square: c_i = p_i / |p_i| |h_0|, or p_i |h_0| / sqrt(D e)."""
     streams, w = (tensor.double().flatten(1, -2) if tensor.dim() == 4 else tensor.double() for tensor in inputs)
     tokens, channels = streams.shape[1:]
-    sample = torch.arange(0, tokens, max(1, tokens // SAMPLE), device=streams.device)
+    sample = some(tokens, 512, streams.device)
     streams, got = streams[:, sample], truth[0].flatten(0, -2)[sample]
     projected = torch.einsum("kod,ktd->kto", w, streams[1:])
     norms = torch.linalg.vector_norm(projected, dim=-1, keepdim=True)

@@ -36,6 +36,7 @@ import torch
 
 from mkb_env.problems.contract import Cost, Shape, Spec
 from mkb_env.problems.drawing import integers, normal, permutation
+from mkb_env.problems.mlp_norm.common import llama_rms_norm
 
 TITLE = "Embeddings shifted by one token beside hidden states, each with its own RMSNorm"
 NUMBER = 42
@@ -111,16 +112,8 @@ def reference(
     """The module's formula; float64 inputs are computed in float64."""
     following = torch.zeros_like(input_ids)
     following[:, :-1] = input_ids[:, 1:]
-    halves = _norm(embedding[following], enorm_weight), _norm(hidden_states, hnorm_weight)
-    return torch.cat(halves, dim=-1)
-
-
-def _norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMSNorm of the last axis, rounded before and after the weight."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    t = rows.to(wide)
-    normalised = t * torch.rsqrt(t.square().mean(dim=-1, keepdim=True) + EPS)
-    return normalised.to(rows.dtype) * weight
+    embedded = llama_rms_norm(embedding[following], enorm_weight, EPS)
+    return torch.cat((embedded, llama_rms_norm(hidden_states, hnorm_weight, EPS)), dim=-1)
 
 
 def COST(shape: Shape) -> Cost:
