@@ -85,9 +85,10 @@ class ServerClient:
         *,
         seconds: float,
         memory_bytes: int = 0,
+        priority: int = 0,
         on_progress: Callable[[str], None] | None = None,
     ) -> Outcome:
-        """Run one job and wait for its end.
+        """Run one job and wait for its end; among jobs that wait for the server, the smallest ``priority`` goes first.
 
         Raises:
             ServerError: if the server cannot be started or goes away.
@@ -96,9 +97,8 @@ class ServerClient:
         for attempt in (0, 1):  # a server may end by idleness between our connect and its accept: once more then
             control = self._connect()
             try:
-                return self._converse(
-                    control, payload, Header(seconds, memory_bytes, token=token()), on_progress, started
-                )
+                header = Header(seconds, memory_bytes, priority, token=token())
+                return self._converse(control, payload, header, on_progress, started)
             except ConnectionEnded:
                 if attempt:
                     raise ServerError(

@@ -28,8 +28,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from mkb_env.servers.daemon import authorised, idle_seconds, listen
-from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame, token, token_digest
+from mkb_env.servers.daemon import idle_seconds, listen
+from mkb_env.servers.waiting import Request, Waiting, take
+from mkb_env.servers.wire import Ended, Header, Message, receive_frame, send_frame, token, token_digest
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWPID = 0x20000000
@@ -86,6 +87,7 @@ class ForkingServer:
     def __init__(self, service: ModuleType, listener: socket.socket, workers: int) -> None:
         self.service, self.listener, self.workers = service, listener, workers
         self.jobs: dict[int, Job] = {}
+        self.waiting = Waiting()
         self.digest = token_digest(token())
         self.selector = selectors.DefaultSelector()
         self.stopping = False
@@ -95,8 +97,8 @@ class ForkingServer:
         last_use = time.monotonic()
         self.selector.register(self.listener, selectors.EVENT_READ, "accept")
         listening = True
-        while self.jobs or not self.stopping:
-            want = not self.stopping and len(self.jobs) < self.workers
+        while self.jobs or self.waiting or not self.stopping:
+            want = not self.stopping and not self.waiting.full
             if want != listening:
                 if want:
                     self.selector.register(self.listener, selectors.EVENT_READ, "accept")
@@ -109,6 +111,8 @@ class ForkingServer:
                 else:
                     self._attend(key.data, key.fd)
                 last_use = time.monotonic()
+            while len(self.jobs) < self.workers and (request := self.waiting.pop()):
+                self._begin(request)
             now = time.monotonic()
             for job in self.jobs.values():
                 if now > job.deadline and not job.timed_out:
@@ -143,18 +147,18 @@ class ForkingServer:
             traceback.print_exc()
 
     def _accept(self) -> None:
-        control, _ = self.listener.accept()
-        try:
-            control.settimeout(1)
-            header, data = receive_header(control)
-            control.settimeout(None)
-        except Exception:
-            control.close()
+        taken = take(self.listener, self.digest)
+        if taken is None:
             return
-        if header.stop or data is None or not authorised(header, self.digest):
-            self.stopping = self.stopping or (header.stop and authorised(header, self.digest))
+        header, control, data = taken
+        if data is None or header.stop:
+            self.stopping = True
             control.close()
-            return
+        else:
+            self.waiting.add(header, control, data)
+
+    def _begin(self, request: Request) -> None:
+        header, control, data = request.header, request.control, request.data
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -173,6 +177,7 @@ class ForkingServer:
             self.selector.close()
             self.listener.close()
             control.close()
+            self.waiting.close()
             for job in self.jobs.values():
                 job.control.close()
                 os.close(job.report)

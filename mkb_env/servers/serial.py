@@ -10,47 +10,78 @@ import contextlib
 import importlib
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
-from mkb_env.servers.daemon import authorised, idle_seconds, listen
-from mkb_env.servers.wire import Ended, Header, Message, receive_frame, receive_header, send_frame, token, token_digest
+from mkb_env.servers.daemon import idle_seconds, listen
+from mkb_env.servers.waiting import Request, Waiting, take
+from mkb_env.servers.wire import Ended, Message, receive_frame, send_frame, token, token_digest
+
+SEND_SECONDS = 30.0
+"""A client that neither sends its payload nor reads its answer for so long is given up: others wait."""
 
 
 def serve(worker: Any, listener: socket.socket) -> None:
-    """Take jobs until asked to stop or idle for too long."""
-    digest = token_digest(token())
-    listener.settimeout(idle_seconds())
-    while True:
-        try:
-            control, _ = listener.accept()
-        except TimeoutError:
-            return
-        with control:
-            control.settimeout(1)
-            try:
-                header, data = receive_header(control)
-            except (OSError, EOFError, ValueError):
-                continue
-            if not authorised(header, digest):
-                continue
-            if header.stop:
-                return
-            if data is not None:
-                with data:
-                    _do(worker, header, control, data)
+    """Take jobs until asked to stop or idle for too long; a thread accepts while one job runs."""
+    door = _Door(listener)
+    door.start()
+    while request := door.next():
+        with request.control, request.data:
+            _do(worker, request)
 
 
-def _do(worker: Any, header: Header, control: socket.socket, data: socket.socket) -> None:
+class _Door(threading.Thread):
+    """Accepts clients and keeps their jobs in order."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(name="door", daemon=True)
+        self.listener, self.waiting = listener, Waiting()
+        self.changed = threading.Condition()
+        self.digest = token_digest(token())
+        self.stopping = False
+
+    def run(self) -> None:
+        while not self.stopping:
+            with self.changed:
+                self.changed.wait_for(lambda: not self.waiting.full)
+            taken = take(self.listener, self.digest)
+            with self.changed:
+                if taken and (taken[2] is None or taken[0].stop):
+                    taken[1].close()
+                    self.stopping = True
+                elif taken:
+                    header, control, data = taken
+                    assert data is not None
+                    self.waiting.add(header, control, data)
+                self.changed.notify_all()
+
+    def next(self) -> Request | None:
+        """The next job; None when asked to stop, or when none came for too long."""
+        limit = idle_seconds()
+        with self.changed:
+            while True:
+                request = self.waiting.pop()
+                self.changed.notify_all()
+                if request or self.stopping:
+                    return request
+                if not self.changed.wait(limit):
+                    return None
+
+
+def _do(worker: Any, request: Request) -> None:
+    control, data = request.control, request.data
+
     def progress(stage: str) -> None:
         with contextlib.suppress(OSError):  # the client may have gone; the job goes on to a clean end
             send_frame(data, Message(progress=stage))
 
     ended = Ended(exit_code=0)
     try:
+        data.settimeout(SEND_SECONDS)
         payload = receive_frame(data, bytes)
-        result = worker.call(payload, header.seconds, progress)
+        result = worker.call(payload, request.header.seconds, progress)
         send_frame(data, Message(result=result))
     except (OSError, EOFError):
         return
@@ -59,6 +90,7 @@ def _do(worker: Any, header: Header, control: socket.socket, data: socket.socket
         ended = Ended(exit_code=70, detail=f"{type(error).__name__}: {error}")
     data.close()
     with contextlib.suppress(OSError):
+        control.settimeout(SEND_SECONDS)
         send_frame(control, ended)
 
 

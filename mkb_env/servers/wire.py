@@ -34,6 +34,8 @@ class Header(msgspec.Struct, frozen=True):
     """Wall clock from the start of the job to its end, after which it is killed."""
     memory_bytes: int = 0
     """Private memory the job may add, 0 for no limit."""
+    priority: int = 0
+    """Which waiting jobs go first: those with the smallest number."""
     stop: bool = False
     """Ask the server to end instead."""
     token: str = ""

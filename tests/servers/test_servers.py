@@ -171,3 +171,59 @@ def test_without_the_token_nothing_is_done(server: ServerClient) -> None:
             send_header(control, header, None if header.stop else theirs)
             assert control.recv(1) == b"", "the server hangs up"
     assert server.running() and server.call(b"hello", seconds=10).result is not None
+
+
+def occupy(server: ServerClient, seconds: float) -> list[threading.Thread]:
+    """Keep every worker of a server busy."""
+    jobs = max(2, os.cpu_count() or 1) if server.kind == "forking" else 1
+    threads = [
+        threading.Thread(target=server.call, args=(f"sleep {seconds}".encode(),), kwargs={"seconds": 20})
+        for _ in range(jobs)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    return threads
+
+
+def test_the_smallest_priority_goes_first(server: ServerClient) -> None:
+    server.call(b"hello", seconds=10)
+    busy = occupy(server, 1.2)
+    order: list[str] = []
+
+    def ask(name: str, priority: int) -> None:
+        server.call(b"sleep 0.3", seconds=20, priority=priority)
+        order.append(name)
+
+    waiting = []
+    for name, priority in (("bulk 1", 10), ("bulk 2", 10), ("bulk 3", 10), ("episode 1", 0), ("episode 2", 0)):
+        waiting.append(threading.Thread(target=ask, args=(name, priority)))
+        waiting[-1].start()
+        time.sleep(0.05)
+    for thread in (*busy, *waiting):
+        thread.join()
+    assert set(order[:2]) == {"episode 1", "episode 2"}
+
+
+def test_a_client_that_left_the_queue_is_skipped(server: ServerClient, tmp_path: Path) -> None:
+    server.call(b"hello", seconds=10)
+    busy = occupy(server, 1.0)
+    mark = tmp_path / "ran"
+    code = (
+        "from mkb_env.servers.client import ServerClient; "
+        f"ServerClient('services', rooms=('servers',), kind={server.kind!r}).call(b'touch {mark}', seconds=20)"
+    )
+    client = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
+    time.sleep(0.5)
+    client.kill()
+    client.wait()
+    for thread in busy:
+        thread.join()
+    assert server.call(b"hello", seconds=10).result is not None
+    assert not mark.exists()
+
+
+def test_a_waiting_client_that_stays_is_served(server: ServerClient, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    assert server.call(f"touch {mark}".encode(), seconds=20).result is not None
+    assert mark.exists()
