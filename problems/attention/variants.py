@@ -13,6 +13,8 @@ import torch
 
 from mkb_env.problems.attention.common import Attend
 
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of some keys: the largest logit, the sum of powers of 2 below it, and the values weighted by these."""
 Visible = Callable[[int, int], tuple[int, int]]
 """Of n queries and m keys: (a, b) such that query i sees key j iff j <= i + a and j < b."""
 INDEPENDENT = "scaled_dot_product_attention by request and head in float64 with rows found one by one; math.fsum"
@@ -101,7 +103,7 @@ def blocked(
         seen &= torch.arange(m, device=q.device) < end
         queries = q.float().transpose(0, 1) * (scale / LN_2)
         step = max(block, -(-m // KEY_BLOCKS))
-        states = []
+        states: list[State] = []
         for begin in range(0, m, step):
             part = slice(begin, begin + step)
             logits = queries @ keys[part].float()[:, heads].permute(1, 2, 0)
@@ -119,7 +121,7 @@ def blocked(
     return attention
 
 
-def _joined(states: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+def _joined(states: Sequence[State]) -> State:
     """One running softmax of one or two."""
     if len(states) == 1:
         return states[0]
@@ -135,7 +137,7 @@ def _normalised(top: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor) 
 
 
 def _merged(
-    states: Sequence[tuple[torch.Tensor, ...]], merge: Callable[[torch.Tensor], torch.Tensor]
+    states: Sequence[State], merge: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks' own results, merged by their lse."""
     results = [_normalised(*state) for state in states]
@@ -144,6 +146,11 @@ def _merged(
     weights = merge(lses - top)
     weighted = sum(weight * output for weight, (output, _) in zip(weights, results, strict=True))
     return _normalised(top, weights.sum(dim=0), torch.as_tensor(weighted))
+
+
+def with_scale(reference: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    """Wrong: ``reference`` with another ``sm_scale``, its last argument."""
+    return lambda *inputs: reference(*inputs[:-1], factor * inputs[-1])
 
 
 def natural_lse(outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,6 +164,21 @@ def nan_in_empty(outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tens
 
 
 # -- the independent check ---------------------------------------------------------------------------------------------
+
+
+def paged_rows(
+    kv_indptr: torch.Tensor, kv_indices: torch.Tensor, page: int = 1, last: torch.Tensor | None = None
+) -> Callable[[int], list[int]]:
+    """Of a request: the cache rows of its tokens, token by token."""
+    bounds, ids = kv_indptr.tolist(), kv_indices.tolist()
+    fills = None if last is None else last.tolist()
+
+    def rows_of(request: int) -> list[int]:
+        pages = ids[bounds[request] : bounds[request + 1]]
+        length = (len(pages) - 1) * page + (fills[request] if fills else page) if pages else 0
+        return [pages[token // page] * page + token % page for token in range(length)]
+
+    return rows_of
 
 
 def check_requests(

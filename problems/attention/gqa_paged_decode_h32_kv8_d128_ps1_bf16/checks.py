@@ -15,22 +15,16 @@ from mkb_env.problems.attention.variants import blocked
 
 
 def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
-    """The anchor against torch's operator, request by request, with slots looked up one by one."""
+    """The anchor against torch's operator, request by request, with rows looked up one by one."""
     q, k_cache, v_cache, kv_indptr, kv_indices, sm_scale = inputs
-    bounds, slots = kv_indptr.tolist(), kv_indices.tolist()
-    singles = [(b, b + 1) for b in range(len(q))]
-    variants.check_requests(
-        q, k_cache[:, 0], v_cache[:, 0], singles, lambda b: slots[bounds[b] : bounds[b + 1]], sm_scale, truth
-    )
-
-
-def _uniform(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return paged_decode(*inputs[:-1], sm_scale=0.0)
+    queries = [(b, b + 1) for b in range(len(q))]
+    rows_of = variants.paged_rows(kv_indptr, kv_indices)
+    variants.check_requests(q, k_cache[:, 0], v_cache[:, 0], queries, rows_of, sm_scale, truth)
 
 
 WRONG = {
     "the last key left out": partial(paged_decode, attention=blocked(visible=variants.without_own)),
-    "uniform weights": _uniform,
+    "uniform weights": variants.with_scale(paged_decode, 0.0),
     "probabilities in fp8": partial(paged_decode, attention=blocked(probabilities=torch.float8_e4m3fn)),
     "query head h reads key/value head h mod 8": partial(paged_decode, attention=blocked(head_of=variants.interleaved)),
     "lse to base e": lambda *inputs: variants.natural_lse(paged_decode(*inputs)),
