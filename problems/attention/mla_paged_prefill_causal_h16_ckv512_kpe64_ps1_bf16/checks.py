@@ -1,0 +1,37 @@
+"""What shows that the problem is right, and its tolerance neither blind nor brittle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mkb_env.problems.attention import variants
+from mkb_env.problems.attention.mla_paged_prefill_causal_h16_ckv512_kpe64_ps1_bf16.problem import reference
+from mkb_env.problems.attention.variants import INDEPENDENT as INDEPENDENT
+from mkb_env.problems.attention.variants import blocked
+
+
+def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
+    """The anchor against torch's operator, request by request, with rows looked up one by one."""
+    q_nope, q_pe, ckv_cache, kpe_cache, qo_indptr, kv_indptr, kv_indices, sm_scale = inputs
+    q, keys = torch.cat((q_nope, q_pe), dim=-1), torch.cat((ckv_cache, kpe_cache), dim=-1)
+    queries, rows_of = list(pairwise(qo_indptr.tolist())), variants.paged_rows(kv_indptr, kv_indices)
+    variants.check_requests(q, keys, ckv_cache, queries, rows_of, sm_scale, truth)
+
+
+WRONG = {
+    "no rotary channels in the logits": lambda q, pe, *others: reference(q, torch.zeros_like(pe), *others),
+    "scale of 192 channels alone": lambda *inputs: reference(*inputs[:-1], 192**-0.5),
+    "causal from the first key, without the prefix": partial(reference, attention=blocked(visible=variants.at_start)),
+    "the diagonal left out": partial(reference, attention=blocked(visible=variants.without_own)),
+    "NaN in rows without keys": lambda *inputs: variants.nan_in_empty(reference(*inputs)),
+}
+SECOND = {
+    "blocks of 64 keys, bf16 probabilities": partial(reference, attention=blocked()),
+    "blocks of 16 keys, fp32 probabilities": partial(reference, attention=blocked(16, torch.float32)),
+    "split over blocks of 16 keys, merged by lse": partial(reference, attention=blocked(16, split=True)),
+}
