@@ -131,6 +131,14 @@ def rotate_as_complex(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((product.real, product.imag), dim=-1)
 
 
+def finite_e4m3_values(device: torch.device) -> torch.Tensor:
+    """What the codes 0x00 to 0x7E stand for, by the format's definition: exponent bias 7, three mantissa bits."""
+    codes = torch.arange(0x7F, dtype=torch.float64, device=device)
+    exponents, mantissas = (codes / 8).floor(), codes % 8
+    normal = 2.0 ** (exponents - 7) * (1 + mantissas / 8)
+    return torch.where(exponents == 0, 2.0**-6 * mantissas / 8, normal)
+
+
 def sample(count: int, most: int) -> list[int]:
     """Up to ``most`` of the numbers below ``count``, evenly spread, first and last among them."""
     if count <= most:
