@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mkb_env.problems.contract import Shape, Spec
+from mkb_env.problems.contract import Allowance, Shape, Spec
 from mkb_env.problems.drawing import normal, offsets, permutation
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
@@ -41,14 +41,17 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
 
-def allowance_by_tensor(anchor: torch.Tensor, relative: float) -> torch.Tensor:
-    """Allowed absolute error: ``relative`` (|x| + rms of x over the whole tensor)."""
-    return relative * (anchor.abs() + anchor.square().mean().sqrt())
+def tf32_allowance(anchor: torch.Tensor, zeros: bool = False) -> Allowance:
+    """Allowed absolute error: 1e-2 (|x| + rms of the output), which 1 of 1000 elements may exceed up to four times.
 
-
-def zero_rows_exact(allowed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """``allowed``, but 0 in the rows (last axis) where the truth is 0."""
-    return allowed.masked_fill((anchor == 0).all(dim=-1, keepdim=True), 0.0)
+    Operands rounded to TF32 cost 2e-3 of the rms on average. Rows (heads) differ in size, the logits of peaked rows are
+    large, and gradients cancel, so single elements, 1 in 10^5, err by more than 1e-2. With ``zeros``, rows (last axis)
+    whose truth is 0 must be 0.
+    """
+    usual = 1e-2 * (anchor.abs() + anchor.square().mean().sqrt())
+    if zeros:
+        usual = usual.masked_fill((anchor == 0).all(dim=-1, keepdim=True), 0.0)
+    return Allowance(limit=4 * usual, usual=usual, share=1e-3)
 
 
 # -- requests with queries and keys of their own: softmax attention, causal and aligned at the end ---------------------
