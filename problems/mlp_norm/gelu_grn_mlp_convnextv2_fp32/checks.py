@@ -14,7 +14,7 @@ INDEPENDENT = "transformers' ConvNextV2GRN between 1 x 1 convolutions in float64
 
 
 def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
-    """The anchor against the model's own normalisation, GELU by the normal distribution function, and convolutions on NCHW."""
+    """The anchor against the model's own normalisation, GELU by the normal distribution, convolutions on NCHW."""
     from transformers.models.convnextv2.modeling_convnextv2 import ConvNextV2GRN
 
     x, w1, b1, grn_w, grn_b, w2, b2 = (tensor.double() for tensor in inputs)
