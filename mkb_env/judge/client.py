@@ -10,6 +10,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +39,16 @@ class RecordingError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How one submission is to be judged."""
+
+    timing: bool = True
+    draws: int = 5
+    priority: int = 0
+    on_progress: Callable[[str], None] | None = None
 
 
 class Judge:
@@ -116,9 +127,12 @@ class Judge:
         *,
         timing: bool = True,
         draws: int = 5,
+        priority: int = 0,
         on_progress: Callable[[str], None] | None = None,
     ) -> Verdict:
         """The verdict on a submission. Never raises for what the source does.
+
+        Where servers are busy, jobs of the smallest ``priority`` go first.
 
         Raises:
             ValueError: if there is no such problem, DSL or workload.
@@ -132,11 +146,12 @@ class Judge:
             return _with_failure(base, Recording(failure=failure), started)
         try:
             shapes = self._judged_shapes(problem, workload)
-            recording = self._record(source, dsl, list(shapes.values()), on_progress)
+            how = Asked(timing, draws, priority, on_progress)
+            recording = self._record(source, dsl, list(shapes.values()), how)
             seconds = {**recording.seconds, "record": round(time.monotonic() - started, 4)}
             verdict = msgspec.structs.replace(base, log=recording.log)
             for shape, plan in zip(shapes, recording.plans, strict=False):  # fewer plans where recording failed
-                verdict = self._judge_plan(base, recording, shape, plan, timing, draws, on_progress)
+                verdict = self._judge_plan(base, recording, shape, plan, how)
                 if workload == "heldout":
                     place = f"heldout shape {shape + 1}"
                     verdict = msgspec.structs.replace(verdict, message=f"{place}: {verdict.message}")
@@ -156,9 +171,7 @@ class Judge:
         recording: Recording,
         shape: int,
         encoded: bytes,
-        timing: bool,
-        draws: int,
-        on_progress: Callable[[str], None] | None,
+        how: Asked,
     ) -> Verdict:
         try:
             plan = decode(encoded)
@@ -166,7 +179,7 @@ class Judge:
             return msgspec.structs.replace(
                 base, stage=Stage.LAUNCH_ERROR, message=f"the launch plan is refused: {error}", log=recording.log
             )
-        evaluation = self._evaluate(base, shape, encoded, timing, draws, on_progress)
+        evaluation = self._evaluate(base, shape, encoded, how)
         return msgspec.structs.replace(_with_evaluation(base, evaluation, plan), log=recording.log)
 
     def replay(
@@ -197,7 +210,7 @@ class Judge:
         )
         started = time.monotonic()
         try:
-            evaluation = self._evaluate(base, shape, encode(plan), timing, draws, on_progress)
+            evaluation = self._evaluate(base, shape, encode(plan), Asked(timing, draws, 0, on_progress))
         except ServerError as error:
             return msgspec.structs.replace(base, message=str(error))
         verdict = _with_evaluation(base, evaluation, plan)
@@ -219,7 +232,7 @@ class Judge:
         calls = self._describe(problem, workload)
         if not 0 <= shape < len(calls):
             raise ValueError(f"workload {workload} of {problem} has shapes 0 to {len(calls) - 1}, got {shape}")
-        recording = self._record(source, dsl, [calls[shape].call], None)
+        recording = self._record(source, dsl, [calls[shape].call], Asked())
         if recording.failure:
             raise RecordingError(recording.failure)
         try:
@@ -254,11 +267,12 @@ class Judge:
         described = enumerate(self._describe(problem, workload))
         return {index: found.call for index, found in described if every or found.fits_simulator}
 
-    def _record(self, source: str, dsl: str, calls: list[Call], on_progress: Callable[[str], None] | None) -> Recording:
-        return self._recorder.record(RecordRequest(source, dsl, tuple(calls), self.limits), on_progress)
+    def _record(self, source: str, dsl: str, calls: list[Call], how: Asked) -> Recording:
+        request = RecordRequest(source, dsl, tuple(calls), self.limits)
+        return self._recorder.record(request, how.on_progress, how.priority)
 
     def _ask(self, job: Job, kind: type[T]) -> T:
-        outcome = self._run(job, None, 120.0)
+        outcome = self._run(job, Asked(), 120.0)
         if outcome.result is None:
             raise ServerError(f"the evaluator gave no answer: {_ending(outcome)}")
         try:
@@ -267,10 +281,13 @@ class Judge:
             evaluation = msgspec.msgpack.decode(outcome.result, type=Evaluation)
             raise ServerError(f"the evaluator failed: {evaluation.message}") from None
 
-    def _run(self, job: Job, on_progress: Callable[[str], None] | None, seconds: float) -> Outcome:
-        memory = SIMULATOR_MEMORY_BYTES if self.simulated else 0
+    def _run(self, job: Job, how: Asked, seconds: float) -> Outcome:
         return self._server().call(
-            msgspec.msgpack.encode(job), seconds=seconds, memory_bytes=memory, on_progress=on_progress
+            msgspec.msgpack.encode(job),
+            seconds=seconds,
+            memory_bytes=SIMULATOR_MEMORY_BYTES if self.simulated else 0,
+            priority=how.priority,
+            on_progress=how.on_progress,
         )
 
     def _evaluate(
@@ -278,13 +295,11 @@ class Judge:
         base: Verdict,
         shape: int,
         plan: bytes,
-        timing: bool,
-        draws: int,
-        on_progress: Callable[[str], None] | None,
+        how: Asked,
     ) -> Evaluation:
         seconds = EVALUATE_SECONDS[self._resolve().partition(":")[0]]
-        job = EvaluateJob(base.problem, base.workload, shape, plan, timing, draws)
-        outcome = self._run(job, on_progress, seconds)
+        job = EvaluateJob(base.problem, base.workload, shape, plan, how.timing, how.draws)
+        outcome = self._run(job, how, seconds)
         if outcome.result is not None:
             return msgspec.msgpack.decode(outcome.result, type=Evaluation)
         if outcome.ended.timed_out:

@@ -30,23 +30,26 @@ class RecorderClient:
         self.cache = RecordingCache.from_environment()
         self.server = ServerClient("mkb_env.recorder.service", rooms=("recorder", "dsl"))
 
-    def record(self, request: RecordRequest, on_progress: Callable[[str], None] | None = None) -> Recording:
+    def record(
+        self, request: RecordRequest, on_progress: Callable[[str], None] | None = None, priority: int = 0
+    ) -> Recording:
         """The plans of a submission, or why there is none. Never raises for what the submission does."""
         cached = self.cache.get(request) if self.cache else None
         if cached:
             return cached
-        recording = self._record(request, on_progress)
+        recording = self._record(request, on_progress, priority)
         if self.cache:
             self.cache.put(request, recording)
         return recording
 
-    def _record(self, request: RecordRequest, on_progress: Callable[[str], None] | None) -> Recording:
+    def _record(self, request: RecordRequest, on_progress: Callable[[str], None] | None, priority: int) -> Recording:
         limits = request.limits
         try:
             outcome = self.server.call(
                 msgspec.msgpack.encode(request),
                 seconds=limits.seconds,
                 memory_bytes=limits.memory_bytes,
+                priority=priority,
                 on_progress=on_progress,
             )
         except ServerError as error:
