@@ -126,18 +126,17 @@ def draw_fp8_weight(generator: torch.Generator, rows: int, columns: int) -> tupl
     return codes, uniform(generator, *blocks, low=0.5, high=1.5) * columns**-0.5
 
 
-def draw_fp4(
-    generator: torch.Generator, *sizes: int, scale: float = 1.0, row_factors: tuple[float, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An NVFP4 tensor of ``scale`` N(0, 1).
-
-    ``row_factors``, if given, multiply as many equal runs of the outermost axis.
-    """
-    x = normal(generator, *sizes, scale=scale)
-    for factor, rows in zip(row_factors, x.chunk(len(row_factors) or 1), strict=False):
-        rows *= factor
+def fp4_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``x`` [..., K] as an NVFP4 tensor: packed codes, scales, and the factor that suits it."""
     factor = fp4_factor(x)
     return *fp4_quantize(x, factor), factor
+
+
+def draw_fp4_weight(
+    generator: torch.Generator, rows: int, columns: int, gain: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An NVFP4 weight of ``gain`` N(0, 1/K)."""
+    return fp4_of(normal(generator, rows, columns, scale=gain * columns**-0.5))
 
 
 def draw_rows(generator: torch.Generator, rows: int, columns: int, shape: Shape) -> torch.Tensor:

@@ -196,3 +196,30 @@ def qwen3_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Te
     mlp.down_proj = torch.nn.Identity()
     with torch.no_grad():
         return mlp(x)
+
+
+def fp4_linear_rounded(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor
+) -> torch.Tensor:
+    """The product with a weight that was dequantised to bfloat16, its factor included."""
+    return x @ (common.fp4_values(packed, scale, torch.float32) * factor).bfloat16().float().T
+
+
+def fp4_linear_split(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The product as four partial sums over k, added in the end."""
+    weight = common.fp4_values(packed, scale, torch.float32)
+    return torch.stack([a @ b.T for a, b in zip(x.chunk(4, -1), weight.chunk(4, -1), strict=True)]).sum(0) * factor
+
+
+def fp4_nibbles_swapped(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor
+) -> torch.Tensor:
+    """A fault: the high nibble comes first."""
+    return common.fp4_linear(x, packed << 4 | packed >> 4, scale, factor)
+
+
+def fp4_scale_of_pair(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """A fault: the first of two scales is used for both groups of 16."""
+    index = torch.arange(scale.shape[-1], device=scale.device) // 2 * 2
+    first = scale.view(torch.uint8)[..., index].view(torch.float8_e4m3fn)
+    return common.fp4_linear(x, packed, first, factor)
