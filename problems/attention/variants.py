@@ -148,9 +148,21 @@ def _merged(
     return _normalised(top, weights.sum(dim=0), torch.as_tensor(weighted))
 
 
+def altered(reference: Callable[..., Any], change: Callable[[Any], Any], *places: int) -> Callable[..., Any]:
+    """Wrong: ``reference`` with the inputs at ``places`` changed."""
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        for place in places:
+            values[place] = change(values[place])
+        return reference(*values)
+
+    return call
+
+
 def with_scale(reference: Callable[..., Any], factor: float) -> Callable[..., Any]:
-    """Wrong: ``reference`` with another ``sm_scale``, its last argument."""
-    return lambda *inputs: reference(*inputs[:-1], factor * inputs[-1])
+    """Wrong: ``reference`` with ``factor`` times its ``sm_scale``, the last input."""
+    return altered(reference, lambda scale: factor * scale, -1)
 
 
 def natural_lse(outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

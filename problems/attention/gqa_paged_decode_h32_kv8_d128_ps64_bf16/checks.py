@@ -23,16 +23,15 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
     variants.check_requests(q, keys, values, queries, rows_of, sm_scale, truth)
 
 
-def _heads_first(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    caches = (cache.view(-1, 8, 64, 128).transpose(1, 2) for cache in others[:2])
-    return reference(q, *caches, *others[2:])
+def _heads_first(cache: torch.Tensor) -> torch.Tensor:
+    return cache.view(-1, 8, 64, 128).transpose(1, 2)
 
 
 WRONG = {
-    "whole last pages": lambda *inputs: reference(*inputs[:5], torch.full_like(inputs[5], 64), inputs[6]),
-    "a full last page counts as empty": lambda *inputs: reference(*inputs[:5], inputs[5] % 64, inputs[6]),
+    "whole last pages": variants.altered(reference, lambda last: torch.full_like(last, 64), 5),
+    "a full last page counts as empty": variants.altered(reference, lambda last: last % 64, 5),
     "the last key left out": partial(reference, attention=blocked(visible=variants.without_own)),
-    "pages laid out as [head, row]": _heads_first,
+    "pages laid out as [head, row]": variants.altered(reference, _heads_first, 1, 2),
     "lse to base e": lambda *inputs: variants.natural_lse(reference(*inputs)),
 }
 SECOND = {

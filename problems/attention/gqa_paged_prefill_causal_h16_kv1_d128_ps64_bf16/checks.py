@@ -27,7 +27,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 WRONG = {
     "the diagonal ends at the last page's end": partial(page_prefill, attention=blocked(visible=variants.in_pages(64))),
     "the diagonal left out": partial(page_prefill, attention=blocked(visible=variants.without_own)),
-    "a full last page counts as empty": lambda *inputs: page_prefill(*inputs[:6], inputs[6] % 64, inputs[7]),
+    "a full last page counts as empty": variants.altered(page_prefill, lambda last: last % 64, 6),
     "powers of 2 of logits not divided by ln 2": variants.with_scale(page_prefill, variants.LN_2),
     "partial results merged by e to their base-2 lse": partial(
         page_prefill, attention=blocked(16, split=True, merge=torch.exp)

@@ -29,7 +29,7 @@ WRONG = {
     "causal from the first key, without the prefix": partial(
         page_prefill, attention=blocked(visible=variants.at_start)
     ),
-    "whole last pages": lambda *inputs: page_prefill(*inputs[:6], torch.full_like(inputs[6], 64), inputs[7]),
+    "whole last pages": variants.altered(page_prefill, lambda last: torch.full_like(last, 64), 6),
     "query head h reads key/value head h mod 8": partial(page_prefill, attention=blocked(head_of=variants.interleaved)),
     "NaN in rows without keys": lambda *inputs: variants.nan_in_empty(page_prefill(*inputs)),
 }

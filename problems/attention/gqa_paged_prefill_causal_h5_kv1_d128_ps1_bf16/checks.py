@@ -23,9 +23,9 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 def _sorted(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    indptr, indices = inputs[4:6]
-    ordered = torch.cat([part.sort().values for part in indices.tensor_split(indptr[1:-1].cpu().long())])
-    return paged_prefill(*inputs[:5], ordered, inputs[6])
+    q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, sm_scale = inputs
+    ordered = torch.cat([part.sort().values for part in kv_indices.tensor_split(kv_indptr[1:-1].cpu().long())])
+    return paged_prefill(q, k_cache, v_cache, qo_indptr, kv_indptr, ordered, sm_scale)
 
 
 WRONG = {

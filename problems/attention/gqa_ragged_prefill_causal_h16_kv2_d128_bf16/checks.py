@@ -24,7 +24,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
-    "keys found by qo_indptr": lambda *inputs: ragged_prefill(*inputs[:4], inputs[3], inputs[5]),
+    "keys found by qo_indptr": lambda q, k, v, qo, kv, scale: ragged_prefill(q, k, v, qo, qo, scale),
     "causal from the first key, without the prefix": partial(
         ragged_prefill, attention=blocked(visible=variants.at_start)
     ),

@@ -23,8 +23,8 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
-    "no rotary channels in the logits": lambda q, pe, *others: reference(q, torch.zeros_like(pe), *others),
-    "scale of 576 channels": lambda *inputs: reference(*inputs[:-1], 576**-0.5),
+    "no rotary channels in the logits": variants.altered(reference, torch.zeros_like, 1),
+    "scale of 576 channels": variants.altered(reference, lambda _: 576**-0.5, -1),
     "the last key left out": partial(reference, attention=blocked(visible=variants.without_own)),
     "partial results merged by e to their base-2 lse": partial(
         reference, attention=blocked(16, split=True, merge=torch.exp)

@@ -24,8 +24,8 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
-    "no rotary channels in the logits": lambda q, pe, *others: reference(q, torch.zeros_like(pe), *others),
-    "scale of 192 channels alone": lambda *inputs: reference(*inputs[:-1], 192**-0.5),
+    "no rotary channels in the logits": variants.altered(reference, torch.zeros_like, 1),
+    "scale of 192 channels alone": variants.altered(reference, lambda _: 192**-0.5, -1),
     "causal from the first key, without the prefix": partial(reference, attention=blocked(visible=variants.at_start)),
     "the diagonal left out": partial(reference, attention=blocked(visible=variants.without_own)),
     "NaN in rows without keys": lambda *inputs: variants.nan_in_empty(reference(*inputs)),

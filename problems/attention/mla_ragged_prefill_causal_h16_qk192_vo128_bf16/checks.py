@@ -23,13 +23,13 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
     variants.check_requests(q, k, v, queries, lambda b: list(range(bounds[b], bounds[b + 1])), sm_scale, truth)
 
 
-def _without_rotary(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return ragged_prefill(torch.cat((q[..., :128], torch.zeros_like(q[..., 128:])), dim=-1), *others)
+def _without_rotary(q: torch.Tensor) -> torch.Tensor:
+    return torch.cat((q[..., :128], torch.zeros_like(q[..., 128:])), dim=-1)
 
 
 WRONG = {
-    "no rotary channels in the logits": _without_rotary,
-    "keys found by qo_indptr": lambda *inputs: ragged_prefill(*inputs[:4], inputs[3], inputs[5]),
+    "no rotary channels in the logits": variants.altered(ragged_prefill, _without_rotary, 0),
+    "keys found by qo_indptr": lambda q, k, v, qo, kv, scale: ragged_prefill(q, k, v, qo, qo, scale),
     "the diagonal left out": partial(ragged_prefill, attention=blocked(visible=variants.without_own)),
     "NaN in rows without keys": lambda *inputs: variants.nan_in_empty(ragged_prefill(*inputs)),
     "lse to base e": lambda *inputs: variants.natural_lse(ragged_prefill(*inputs)),
