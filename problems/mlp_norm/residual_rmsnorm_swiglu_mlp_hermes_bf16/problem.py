@@ -77,8 +77,8 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal tokens, a norm weight around 1, weights that keep their scale, in ``INPUTS``' order.
 
-    At random places, ``cancelling_tokens`` tokens have residual = -hidden_states, and ``small_tokens`` tokens are scaled
-    by 1e-3 in both tensors.
+    At random places, ``cancelling_tokens`` tokens have residual = -hidden_states, and ``small_tokens`` tokens are
+    scaled by 1e-3 in both tensors.
     """
     width, hidden, bf16 = shape["D"], shape["F"], torch.bfloat16
     hidden_states, residual = (normal(generator, shape["B"], shape["S"], width) for _ in range(2))
