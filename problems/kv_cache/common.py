@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -54,6 +55,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def rotate_first(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate as many channels of ``x`` as the table's rows [..., cos | sin] have entries; the others stay."""
+    rotary = table.shape[-1]
+    return torch.cat((rotate(x[..., :rotary], *table.chunk(2, dim=-1)), x[..., rotary:]), dim=-1)
+
+
 def insert(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A copy of ``cache`` [pages, page size, ...] with rows[t] at slot slots[t], where that is not negative."""
     result = cache.clone()
@@ -100,6 +107,23 @@ def bitwise(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), bits.double() * 2.0**200, number)
 
 
+def widened(inputs: Sequence[Any], *caches: int) -> list[Any]:
+    """Inputs in float64; those at the positions ``caches`` as numbers that stand for their bits."""
+    return [
+        bitwise(value)
+        if position in caches
+        else value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for position, value in enumerate(inputs)
+    ]
+
+
+def cache_bits(name: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """A problem's ``decode``: caches are compared by their bits, all else as it is."""
+    return bitwise(outputs[name]) if name.endswith("cache") else None
+
+
 def rotated_magnitude(truth: torch.Tensor, begin: int, rotary: int) -> torch.Tensor:
     """What roundings scale with: lengths of rotated pairs in truth[..., begin : begin + rotary], |truth| elsewhere."""
     pairs = truth[..., begin : begin + rotary].unflatten(-1, (2, -1))
@@ -137,6 +161,18 @@ def finite_e4m3_values(device: torch.device) -> torch.Tensor:
     exponents, mantissas = (codes / 8).floor(), codes % 8
     normal = 2.0 ** (exponents - 7) * (1 + mantissas / 8)
     return torch.where(exponents == 0, 2.0**-6 * mantissas / 8, normal)
+
+
+def with_inputs(
+    function: Callable[..., Any], names: Sequence[str], **changes: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``function`` on changed inputs: each change is a function of all inputs by name."""
+
+    def changed(*inputs: Any) -> Any:
+        given = dict(zip(names, inputs, strict=True))
+        return function(*(given | {name: change(given) for name, change in changes.items()}).values())
+
+    return changed
 
 
 def sample(count: int, most: int) -> list[int]:

@@ -126,13 +126,10 @@ def reference(
 
 def anchor(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float64, the cache as numbers that stand for its bits."""
-    rows, weight, positions, table, slots, cache = inputs
-    return reference(rows.double(), weight.double(), positions, table.double(), slots, common.bitwise(cache))
+    return reference(*common.widened(inputs, 5))
 
 
-def decode(name: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The cache is compared by its bits."""
-    return common.bitwise(outputs[name]) if name == "kv_cache" else None
+decode = common.cache_bits
 
 
 def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:

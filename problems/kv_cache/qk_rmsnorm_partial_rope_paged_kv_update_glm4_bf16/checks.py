@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from mkb_env.problems.kv_cache.common import assert_kept, insert, rotate, sample
+from mkb_env.problems.kv_cache.common import assert_kept, insert, rotate_first, sample, with_inputs
 
 from .problem import reference
 
 INDEPENDENT = "torch's rms_norm and transformers' Glm4Moe rotary embedding in float64; the cache token by token"
+NAMES = ("qkv", "positions", "q_weight", "k_weight", "table", "slots", "cache", "eps")
 
 
 def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
@@ -39,24 +40,16 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 def _variant(norm: Callable[..., torch.Tensor], turn: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """The operation with another norm (x, weight, eps, all float32) or rotation (x, cos, sin)."""
+    """The operation with another norm (x, weight, eps, all float32) or rotation (x, rows of the table)."""
 
-    def function(
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        table: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def function(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv, positions, q_weight, k_weight, table, slots, cache, eps = inputs
         kv_heads, dim = cache.shape[3:]
         heads = qkv.view(len(qkv), -1, dim)
         count = heads.shape[1] - 2 * kv_heads
-        cos, sin = table[positions].unsqueeze(1).float().chunk(2, dim=-1)
-        q = turn(norm(heads[:, :count].float(), q_weight.float(), eps), cos, sin)
-        k = turn(norm(heads[:, count : count + kv_heads].float(), k_weight.float(), eps), cos, sin)
+        angles = table[positions].unsqueeze(1).float()
+        q = turn(norm(heads[:, :count].float(), q_weight.float(), eps), angles)
+        k = turn(norm(heads[:, count : count + kv_heads].float(), k_weight.float(), eps), angles)
         v = heads[:, count + kv_heads :]
         return q.bfloat16(), torch.stack((insert(cache[0], slots, k.bfloat16()), insert(cache[1], slots, v)))
 
@@ -72,39 +65,24 @@ def _rounded_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return (_norm(x, ones, eps).bfloat16().float() * weight).bfloat16().float()
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    rotary = 2 * cos.shape[-1]
-    return torch.cat((rotate(x[..., :rotary], cos, sin), x[..., rotary:]), dim=-1)
-
-
-def _turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turn_neighbours(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Pairs (2j, 2j + 1)."""
-    a, b = x[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., turned.shape[-1] :]), dim=-1)
+    rotary = table.shape[-1]
+    halves = torch.cat((x[..., 0:rotary:2], x[..., 1:rotary:2]), dim=-1)
+    turned = torch.stack(rotate_first(halves, table).chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., rotary:]), dim=-1)
 
 
-def _turn_far_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turn_far_pairs(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Pairs (j, j + D / 2)."""
-    half = cos.shape[-1]
+    half = table.shape[-1] // 2
     a, b = x.chunk(2, dim=-1)
-    first, second = rotate(torch.cat((a[..., :half], b[..., :half]), -1), cos, sin).chunk(2, dim=-1)
+    first, second = rotate_first(torch.cat((a[..., :half], b[..., :half]), -1), table).chunk(2, dim=-1)
     return torch.cat((first, a[..., half:], second, b[..., half:]), dim=-1)
 
 
 def _mean_of_120(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt(x[..., :120].square().mean(-1, keepdim=True) + eps) * weight
-
-
-def _with(**changes: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference on changed inputs: each is given as a function of all inputs by name."""
-    names = ("qkv", "positions", "q_weight", "k_weight", "table", "slots", "cache", "eps")
-
-    def function(*inputs: Any) -> Any:
-        named = dict(zip(names, inputs, strict=True))
-        return reference(*(changes[name](named) if name in changes else named[name] for name in names))
-
-    return function
 
 
 def _wraps(*inputs: Any) -> Any:
@@ -116,19 +94,23 @@ def _wraps(*inputs: Any) -> Any:
 
 
 WRONG = {
-    "no eps": _with(eps=lambda given: 0.0),
-    "eps of 1e-6": _with(eps=lambda given: 1e-6),
-    "weight 1 + w": _with(q_weight=lambda given: given["q_weight"] + 1, k_weight=lambda given: given["k_weight"] + 1),
-    "query weight for keys": _with(k_weight=lambda given: given["q_weight"]),
-    "the token's number for its position": _with(
-        positions=lambda given: torch.arange(len(given["qkv"]), device=given["qkv"].device) % len(given["table"])
+    "no eps": with_inputs(reference, NAMES, eps=lambda given: 0.0),
+    "eps of 1e-6": with_inputs(reference, NAMES, eps=lambda given: 1e-6),
+    "weight 1 + w": with_inputs(
+        reference, NAMES, q_weight=lambda given: given["q_weight"] + 1, k_weight=lambda given: given["k_weight"] + 1
+    ),
+    "query weight for keys": with_inputs(reference, NAMES, k_weight=lambda given: given["q_weight"]),
+    "the token's number for its position": with_inputs(
+        reference,
+        NAMES,
+        positions=lambda given: torch.arange(len(given["qkv"]), device=given["qkv"].device) % len(given["table"]),
     ),
     "-1 wraps to the last slot": _wraps,
     "neighbouring pairs": _variant(_norm, _turn_neighbours),
     "pairs half a head apart": _variant(_norm, _turn_far_pairs),
-    "the mean of 120 of the 128 channels": _variant(_mean_of_120, _turn),
+    "the mean of 120 of the 128 channels": _variant(_mean_of_120, rotate_first),
 }
 SECOND = {
-    "float32 throughout, rounded once": _variant(_norm, _turn),
-    "norm rounded, rotation in float32": _variant(_rounded_norm, _turn),
+    "float32 throughout, rounded once": _variant(_norm, rotate_first),
+    "norm rounded, rotation in float32": _variant(_rounded_norm, rotate_first),
 }

@@ -144,7 +144,9 @@ def reference(
     heads = qkv.view(len(qkv), -1, dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     table = cos_sin_cache[positions].unsqueeze(1)
-    q, k = (_rotated(_normed(x, weight, eps), table) for x, weight in ((q, q_norm_weight), (k, k_norm_weight)))
+    q, k = (
+        common.rotate_first(_normed(x, weight, eps), table) for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
+    )
     caches = [common.insert(cache, slot_mapping, rows) for cache, rows in zip(kv_cache, (k, v), strict=True)]
     return q, torch.stack(caches)
 
@@ -154,22 +156,12 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def _rotated(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The first channels of ``x`` rotated, as many as ``table`` has entries; the others as they are."""
-    rotary = table.shape[-1]
-    return torch.cat((common.rotate(x[..., :rotary], *table.chunk(2, dim=-1)), x[..., rotary:]), dim=-1)
-
-
 def anchor(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float64, the cache as numbers that stand for its bits."""
-    qkv, positions, q_weight, k_weight, table, slots, cache, eps = inputs
-    q_weight, k_weight, table = q_weight.double(), k_weight.double(), table.double()
-    return reference(qkv.double(), positions, q_weight, k_weight, table, slots, common.bitwise(cache), eps)
+    return reference(*common.widened(inputs, 6))
 
 
-def decode(name: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The cache is compared by its bits."""
-    return common.bitwise(outputs[name]) if name == "kv_cache" else None
+decode = common.cache_bits
 
 
 def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:
