@@ -61,7 +61,7 @@ WRONG = {
     "no weight": lambda hidden, residual, weight: _norm()(hidden, residual, torch.ones_like(weight)),
     "no residual": _norm(added=0.0),
     "residual subtracted": _norm(added=-1.0),
-    "the mean of one warp's 512 columns": _norm(mean=lambda rows: _mean(rows[:, :512])),
+    "the mean of one warp's 128 columns": _norm(mean=lambda rows: _mean(rows[:, :128])),
     "no reduction at all": _norm(mean=lambda rows: torch.full_like(rows[:, :1], 2.0)),
     "no epsilon": _norm(eps=0.0),
     "epsilon 1e-6": _norm(eps=1e-6),
