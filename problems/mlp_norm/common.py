@@ -42,12 +42,19 @@ def some(count: int, most: int, device: torch.device) -> torch.Tensor:
 def fp32_gradient_allowance(
     name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor
 ) -> torch.Tensor:
-    """The same for gradients: 5e-3 of the root mean square of the whole output.
+    """The same for gradients: 5e-3 of the root mean square of the whole output, times how much larger than that the
+    element's row is, and its column, if they are.
 
-    Not by row: a row of a weight's gradient may be small because an activation's derivative happens to vanish, and
-    then says nothing about the products that its error comes from.
+    A gradient of a weight is a sum of outer products over rows. Where one factor is large, or few rows are summed, the
+    error is as large as that factor, not as the average; where it is small because an activation's derivative happens
+    to vanish there, it says nothing about the products that its own error comes from. So no row counts as less than
+    average.
     """
-    return (5e-3 * anchor.square().mean().sqrt()).expand(anchor.shape)
+    table = anchor.square().flatten(0, -2) if anchor.dim() > 1 else anchor.square().unsqueeze(0)
+    overall = table.mean().clamp_min(torch.finfo(table.dtype).tiny)
+    larger = [(table.mean(dim=axis, keepdim=True) / overall).clamp_min(1.0) for axis in (0, 1)]
+    columns, rows = larger if anchor.dim() > 1 else [torch.ones_like(overall)] * 2
+    return (5e-3 * (overall * rows * columns).sqrt()).expand(table.shape).view(anchor.shape)
 
 
 def gelu_tanh_backward(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
