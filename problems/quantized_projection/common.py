@@ -155,3 +155,11 @@ def draw_rows(generator: torch.Generator, rows: int, columns: int, shape: Shape)
     for place, factor in enumerate(shape.get("row_factors", ())):
         x[special[place : place + 1]] *= factor
     return x.bfloat16()
+
+
+def draw_calibrated(
+    generator: torch.Generator, rows: int, columns: int, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations of :func:`draw_rows` and the NVFP4 factor that suits them, times ``shape``'s ``calibration``."""
+    x = draw_rows(generator, rows, columns, shape)
+    return x, fp4_factor(x) * shape.get("calibration", 1.0)

@@ -223,3 +223,40 @@ def fp4_scale_of_pair(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor
     index = torch.arange(scale.shape[-1], device=scale.device) // 2 * 2
     first = scale.view(torch.uint8)[..., index].view(torch.float8_e4m3fn)
     return common.fp4_linear(x, packed, first, factor)
+
+
+Fp4Quantizer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _unrounded_scale(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A fault: elements are divided by the scale before it is rounded to e4m3."""
+    largest = x.float().unflatten(-1, (-1, 16)).abs().amax(dim=-1, keepdim=True)
+    scale = (largest / (6 * gscale)).clamp_max(448)
+    step = torch.where(scale > 0, scale * gscale, 1.0)
+    codes, _ = common.fp4_quantize((x.float().unflatten(-1, (-1, 16)) / step).flatten(-2), torch.ones_like(gscale))
+    # A block's largest element is 6, so its own scale there is 1 and the codes are those of the quotient.
+    return codes, scale.squeeze(-1).to(torch.float8_e4m3fn)
+
+
+def _flushed_scale(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A fault: subnormal scales become 0."""
+    codes, scale = common.fp4_quantize(x, gscale)
+    return codes, torch.where(scale.float() < 2.0**-6, 0.0, scale.float()).to(torch.float8_e4m3fn)
+
+
+def _truncated_codes(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A fault: elements go to the next code towards 0."""
+    blocks, (_, scale) = x.float().unflatten(-1, (-1, 16)), common.fp4_quantize(x, gscale)
+    step = scale.float().unsqueeze(-1) * gscale
+    grid = e2m1_table(x.device)[:8].float()
+    down = torch.searchsorted(grid, blocks.abs() / torch.where(step > 0, step, torch.inf), right=True) - 1
+    codes = (down + 8 * (blocks < 0)).to(torch.uint8).flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+FP4_FAULTS: dict[str, Fp4Quantizer] = {
+    "codes by the scale before its rounding": _unrounded_scale,
+    "subnormal scales flushed": _flushed_scale,
+    "codes rounded towards 0": _truncated_codes,
+}
+"""Other quantisers of activations that no problem may accept."""
