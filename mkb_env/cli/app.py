@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkb_env.cli import problems
+from mkb_env.cli import bench, problems
 from mkb_env.cli.options import (
     DeviceOption,
     DslOption,
@@ -19,6 +19,7 @@ from mkb_env.cli.options import (
     WorkloadOption,
     app,
     misuse,
+    open_judge,
     print_json,
     spelled,
 )
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mkb_env.plan import LaunchPlan
 
 problems.register()
+bench.register()
 
 
 def main() -> None:
@@ -71,19 +73,6 @@ def report(verdict: Verdict, as_json: bool) -> None:
         print(render(verdict))
         print("seconds: " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in verdict.seconds.items()))
     raise typer.Exit(0 if verdict.passed else 1)
-
-
-def open_judge(device: str) -> Judge:
-    """A judge on ``device``, which must be there."""
-    from mkb_env.judge.client import Judge
-
-    with misuse():
-        court = Judge(device)
-        if device.startswith("cuda"):
-            from mkb_env.devices.cuda import require
-
-            require(device)
-    return court
 
 
 def warn_of_full(court: Judge, workload: str | None) -> None:

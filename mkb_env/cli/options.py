@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mkb_env.cli.entry import OneSentence
+
+if TYPE_CHECKING:
+    from mkb_env.judge.client import Judge
 
 app = typer.Typer(
     cls=OneSentence,
@@ -53,3 +56,16 @@ def print_json(value: Any) -> None:
     import msgspec
 
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def open_judge(device: str) -> Judge:
+    """A judge on ``device``, which must be there."""
+    from mkb_env.judge.client import Judge
+
+    with misuse():
+        court = Judge(device)
+        if device.startswith("cuda"):
+            from mkb_env.devices.cuda import require
+
+            require(device)
+    return court

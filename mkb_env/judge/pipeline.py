@@ -80,7 +80,8 @@ class Pipeline:
         self._attempts = attempts
         self._arrivals = itertools.count()
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue(waiting)
-        count = (recorders or os.cpu_count() or 1) + AHEAD * len(self._judges)
+        self.recorders = recorders or os.cpu_count() or 1
+        count = self.recorders + AHEAD * len(self._judges)
         self._threads = [threading.Thread(target=self._work, name=f"judge-{n}", daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()

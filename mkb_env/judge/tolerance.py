@@ -217,7 +217,8 @@ class _Rows:
             if finite is not None:
                 error, anchor = error.masked_fill_(~finite, 0.0), anchor.masked_fill(~finite, 0.0)
             self.errors[part] = error.amax(1)
-            self.scales[part] = torch.maximum(anchor.amax(1), -anchor.amin(1))
+            # abs: -0.0 for a row of zeros would turn the share of an error in it to -inf
+            self.scales[part] = torch.maximum(anchor.amax(1), -anchor.amin(1)).abs_()
             if self.mean_square:
                 self.rms_errors[part] = _rms(error)
                 self.rms_scales[part] = _rms(anchor)

@@ -201,3 +201,12 @@ def test_few_elements_may_exceed_the_usual_bound() -> None:
         assert bool(rule.holds(problem, 0, got, want)) is passes or size == 1.1
         assert found.outside == (0 if passes else count)
         assert int(outside_mask(problem, 0, got, want, want.double()).sum()) == found.outside
+
+
+def test_an_error_in_a_row_of_zeros_is_the_worst() -> None:
+    want = torch.randn(4, 64)
+    want[2] = 0
+    got = want.clone()
+    got[2, 7] = 1.0
+    found = toy_compare(got, want)
+    assert (found.passed, found.worst, found.outside, found.share) == (False, 2 * 64 + 7, 1, math.inf)
