@@ -18,10 +18,12 @@ def large_normal(
     return torch.empty(sizes, dtype=dtype, device=generator.device).normal_(0.0, scale, generator=generator)
 
 
-def per_expert(count: int, groups: Iterable[tuple[Sequence[int], float]], device: torch.device) -> torch.Tensor:
-    """A value for each of ``count`` experts: that of its group of (experts, value), else 0; float32 [count]."""
+def per_expert(
+    count: int, groups: Iterable[tuple[Sequence[int], float]], device: torch.device, default: float = 0.0
+) -> torch.Tensor:
+    """A value for each of ``count`` experts: that of its group of (experts, value), else ``default``; float32."""
     values = {expert: value for experts, value in groups for expert in experts}
-    return torch.tensor([values.get(expert, 0.0) for expert in range(count)], device=device)
+    return torch.tensor([values.get(expert, default) for expert in range(count)], device=device)
 
 
 def gaps(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -123,6 +125,11 @@ def routed_swiglu(
         rows = swiglu(x[pairs // k], w_gate_up[batch], w_down[batch])
         y[torch.where(places < bounds[1:][batch, None], pairs, tokens * k)] = rows
     return y[:-1].view(tokens, k, -1)
+
+
+def expected_hits(experts: int, tokens: int, k: int) -> int:
+    """How many of ``experts`` at least one token chooses, if each of them chooses ``k`` at random."""
+    return max(1, round(experts * (1 - (1 - k / experts) ** tokens)))
 
 
 # -- tolerance ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,15 @@ import torch
 
 from mkb_env.problems.contract import Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, redraw, uniform
-from mkb_env.problems.moe.common import best, gaps, group_scores, in_best_groups, per_expert, sum_of_experts
+from mkb_env.problems.moe.common import (
+    best,
+    expected_hits,
+    gaps,
+    group_scores,
+    in_best_groups,
+    per_expert,
+    sum_of_experts,
+)
 
 TITLE = "Expert-parallel MoE with grouped routing, FP8 weights scaled by block"
 NUMBER = 44
@@ -214,7 +222,8 @@ def COST(shape: Shape) -> Cost:
     """Weights of the experts that are hit, tokens and routing once; three products for the expected local rows."""
     tokens, experts, local, hidden, inner = (shape[key] for key in ("T", "Eg", "El", "H", "I"))
     rows = math.ceil(tokens * shape["k"] * local / experts)
-    weights = min(local, rows) * 3 * hidden * inner
+    hit = max(1, expected_hits(experts, tokens, shape["k"]) * local // experts)
+    weights = hit * 3 * hidden * inner
     routing = 4 * tokens * experts + 2 * experts
     moved = weights + weights // BLOCK**2 * 4 + tokens * hidden + 4 * tokens * hidden // BLOCK + routing
     return Cost(bytes=moved + 2 * tokens * hidden, flops=6 * rows * hidden * inner, unit="fp8")
