@@ -40,6 +40,7 @@ def _layer(
     b_mod: torch.Tensor,
     w_out: torch.Tensor,
     b_out: torch.Tensor,
+    *,
     product: Product = torch.matmul,
     order: tuple[int, int] = (0, 1),
     one: float = 1.0,

@@ -41,6 +41,7 @@ def _sorted(
     input_ids: torch.Tensor,
     embedding: torch.Tensor,
     weight: torch.Tensor,
+    *,
     eps: float = EPS,
     along: float = 1.0,
     padding_row: bool = False,

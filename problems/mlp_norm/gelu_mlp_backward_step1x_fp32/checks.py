@@ -59,6 +59,7 @@ def _gradients(
     w1: torch.Tensor,
     b1: torch.Tensor,
     w2: torch.Tensor,
+    *,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
     activation: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _exponential,
 ) -> tuple[torch.Tensor, ...]:

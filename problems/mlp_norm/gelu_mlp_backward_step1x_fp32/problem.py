@@ -28,9 +28,9 @@ and then, back from y:
   grad_w1 = df^T x
   grad_x = df w1
 
-Numerics: everything is in float32. Matrix products whose operands are rounded to TF32 (to nearest), accumulated in
-float32, are within the tolerance; operands rounded to bfloat16 are not. Sums over rows may be taken in any order. Where
-|f| is large, t is +-1 and the derivative 1 or 0, not NaN; channels like that occur.
+Numerics: everything is in float32. Matrix products whose operands are rounded to TF32 (to nearest, not cut off),
+accumulated in float32, are within the tolerance; operands rounded to bfloat16 are not. Sums over rows may be taken in
+any order. Where |f| is large, t is +-1 and the derivative 1 or 0, not NaN; channels like that occur.
 
 M is any positive number, D and F are multiples of 16. The inputs are not changed; every output is a new tensor.
 """

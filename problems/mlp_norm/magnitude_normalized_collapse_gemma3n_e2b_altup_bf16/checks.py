@@ -29,6 +29,7 @@ def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -
 def _float32(
     streams: torch.Tensor,
     w: torch.Tensor,
+    *,
     project: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.nn.functional.linear,
     bounded: Callable[[torch.Tensor], torch.Tensor] = lambda mean: mean.clamp_min(FLOOR),
     target_floor: float = 0.0,

@@ -51,6 +51,7 @@ def _one_product(
     wv: torch.Tensor,
     q_norm: torch.Tensor,
     k_norm: torch.Tensor,
+    *,
     product: Product = torch.matmul,
     norm: Norm = _by_division,
     v_norm: float | torch.Tensor = 1.0,

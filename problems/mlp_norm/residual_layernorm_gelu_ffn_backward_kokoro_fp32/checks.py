@@ -59,6 +59,7 @@ def _gradients(
     w2: torch.Tensor,
     b2: torch.Tensor,
     gamma: torch.Tensor,
+    *,
     product: Product = torch.matmul,
     residual: float = 1.0,
     mean: float = 1.0,
@@ -95,7 +96,7 @@ WRONG = {
     "the residual left out of the norm's input": lambda *inputs: _gradients(*inputs, residual=0.0),
     "no mean of q": lambda *inputs: _gradients(*inputs, mean=0.0),
     "no projection along z": lambda *inputs: _gradients(*inputs, along=0.0),
-    "gamma left out": lambda *inputs: _gradients(*inputs[:6], torch.ones_like(inputs[6])),
+    "gamma left out": lambda dy, a, w1, b1, w2, b2, gamma: _gradients(dy, a, w1, b1, w2, b2, torch.ones_like(gamma)),
     "0.044715 f^2 in the derivative, not three times that": lambda *inputs: _gradients(*inputs, slope_of=_single_slope),
     "operands rounded to bfloat16": lambda *inputs: _gradients(
         *inputs, product=lambda x, y: x.bfloat16().float() @ y.bfloat16().float()

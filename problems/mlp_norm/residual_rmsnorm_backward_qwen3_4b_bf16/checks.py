@@ -29,6 +29,7 @@ def _by_channel(
     grad_residual: torch.Tensor,
     h: torch.Tensor,
     weight: torch.Tensor,
+    *,
     eps: float = EPS,
     projection: float = 1.0,
     rounded: bool = False,

@@ -44,6 +44,7 @@ def _one_rounding(
     hidden: torch.Tensor,
     enorm: torch.Tensor,
     hnorm: torch.Tensor,
+    *,
     eps: float = EPS,
 ) -> torch.Tensor:
     return torch.cat((_norm(embedding[_following(input_ids)], enorm, eps), _norm(hidden, hnorm, eps)), dim=-1)
