@@ -193,7 +193,7 @@ def qwen3_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Te
     with torch.device("meta"):
         mlp = Qwen3MLP(Qwen3Config(hidden_size=gate.shape[1], intermediate_size=len(gate), hidden_act="silu"))
     mlp.gate_proj.weight, mlp.up_proj.weight = torch.nn.Parameter(gate), torch.nn.Parameter(up)
-    mlp.down_proj = torch.nn.Identity()
+    mlp.set_submodule("down_proj", torch.nn.Identity())
     with torch.no_grad():
         return mlp(x)
 

@@ -46,7 +46,7 @@ def _one_factor(*inputs: torch.Tensor) -> torch.Tensor:
 def _factors_last(x: torch.Tensor, x_gscale: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     one = torch.ones_like(x_gscale)
     rows = common.fp4_values(*common.fp4_quantize(x, x_gscale), torch.float32) * x_gscale
-    g, u = (common.fp4_linear(rows, *weights[first : first + 2], one) for first in (0, 3))
+    g, u = (common.fp4_linear(rows, weights[first], weights[first + 1], one) for first in (0, 3))
     return (oracle.swiglu(g, u) * weights[2] * weights[5]).bfloat16()
 
 

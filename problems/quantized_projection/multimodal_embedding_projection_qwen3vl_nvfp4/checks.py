@@ -62,12 +62,13 @@ def _norm_of_merged(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
     return layer_norm(merged, merged.shape[-1:], weight.repeat(4), bias.repeat(4), 1e-6)
 
 
-def _strided_merge(patches: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    return reference(patches.view(4, -1, patches.shape[1]).transpose(0, 1).reshape(patches.shape), *others)
+def _strided_merge(*inputs: torch.Tensor) -> torch.Tensor:
+    return reference(inputs[0].view(4, -1, inputs[0].shape[1]).transpose(0, 1).reshape(inputs[0].shape), *inputs[1:])
 
 
 def _one_late(*inputs: torch.Tensor) -> torch.Tensor:
-    return reference(*inputs[:-1], (inputs[-1] + 1) % len(inputs[-2]))
+    late = [*inputs[:-1], (inputs[-1] + 1) % len(inputs[-2])]
+    return reference(*late)
 
 
 WRONG = {

@@ -48,9 +48,9 @@ def _online(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A fault: keys are padded to a multiple of 64 with zeros that are not masked."""
-    empty = k.new_zeros(*k.shape[:2], -k.shape[2] % 64, k.shape[3])
-    return _softmax(q, torch.cat([k, empty], dim=2), torch.cat([v, empty], dim=2))
+    """A fault: the last tile of 64 keys is filled up with copies of the last key."""
+    index = torch.arange(k.shape[2] + -k.shape[2] % 64, device=k.device).clamp_max(k.shape[2] - 1)
+    return _softmax(q, k[:, :, index], v[:, :, index])
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _variant(
 
     def run(*inputs: Any) -> torch.Tensor:
         heads, b_qkv, b_o = inputs[-1], inputs[6].float(), inputs[10].float()
-        x = common.fp4_values(*inputs[:2], torch.float32)
+        x = common.fp4_values(inputs[0], inputs[1], torch.float32)
         factor = inputs[2] * inputs[5]
         qkv = linear(x, *inputs[3:5], factor) + (b_qkv if late_bias else b_qkv * factor)
         order = (3, heads, -1) if grouped else (heads, 3, -1)
@@ -87,7 +87,7 @@ WRONG = {
     "q, k and v head by head": _variant(grouped=False),
     "the factors applied to the bias, too": _variant(late_bias=False),
     "logits scaled by all channels": _variant(whole=True),
-    "padded keys not masked": _variant(_padded),
+    "the last tile of keys filled up with the last key": _variant(_padded),
     "a causal mask": _variant(_causal),
     "the last key missed": _variant(lambda q, k, v: _softmax(q, k[..., :-1, :], v[..., :-1, :])),
 }

@@ -34,7 +34,7 @@ Scores = tuple[torch.Tensor, torch.Tensor]
 
 def _logits(inputs: Sequence[torch.Tensor], in_turn: bool = False) -> torch.Tensor:
     """Unmasked z of all pairs, float32; ``in_turn``: query head h reads key head h % Hk."""
-    q, k = (common.fp4_values(*part, torch.float32) for part in (inputs[:2], inputs[3:5]))
+    q, k = (common.fp4_values(inputs[i], inputs[i + 1], torch.float32) for i in (0, 3))
     shared = q.shape[1] // k.shape[1]
     k = k.repeat(1, shared, 1, 1) if in_turn else k.repeat_interleave(shared, dim=1)
     return (q @ k.transpose(-1, -2)) * (inputs[2] * inputs[5] / q.shape[-1] ** 0.5)
@@ -49,7 +49,7 @@ def _finish(z: torch.Tensor, later: int = 0, in_lse: float = -torch.inf, unseen:
 def _online(*inputs: torch.Tensor) -> Scores:
     """Exponentials of base 2, 64 keys at a time, with a running maximum; a start that is finite."""
     z = _logits(inputs)
-    seen = visible(*z.shape[2:], z.device)
+    seen = visible(z.shape[2], z.shape[3], z.device)
     largest, total = z.new_full(z.shape[:3], -1e30), z.new_zeros(z.shape[:3])
     for logits, part in zip(z.split(64, -1), seen.split(64, -1), strict=True):
         logits = torch.where(part, logits * 1.44269504, -torch.inf)
@@ -61,7 +61,7 @@ def _online(*inputs: torch.Tensor) -> Scores:
 
 def _reversed_sums(*inputs: torch.Tensor) -> Scores:
     """Dot products as 16 partial sums, last channels first."""
-    q, k = (common.fp4_values(*part, torch.float32) for part in (inputs[:2], inputs[3:5]))
+    q, k = (common.fp4_values(inputs[i], inputs[i + 1], torch.float32) for i in (0, 3))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     z = torch.zeros(*q.shape[:3], k.shape[2], device=q.device)
     for a, b in zip(q.split(16, -1)[::-1], k.split(16, -1)[::-1], strict=True):

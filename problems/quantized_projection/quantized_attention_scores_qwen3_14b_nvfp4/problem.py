@@ -120,7 +120,7 @@ def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor:
     """
     if name == "lse":
         return torch.full_like(anchor, 1e-4)
-    seen = visible(*anchor.shape[2:], anchor.device)
+    seen = visible(anchor.shape[2], anchor.shape[3], anchor.device)
     mean_square = anchor.square().sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)
     return torch.where(seen, 2.0**-7 * (anchor.abs() + mean_square.sqrt()), 0.0)
 
