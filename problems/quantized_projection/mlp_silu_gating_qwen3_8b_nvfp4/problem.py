@@ -32,8 +32,9 @@ Then, in float32:
   act[t, i] = bfloat16(g / (1 + exp(-g)) * u)
 
 Numerics: divisions of the quantiser are true float32 divisions, also that by s * x_gscale, which is itself rounded to
-float32; sums are accumulated in float32; g and u are not rounded before the product, which is rounded once, to nearest
-even. A code times its scale is exact in bfloat16; gscale times that is not.
+float32. Elements often lie on a tie or next to one, so a product with a reciprocal gives other codes and is not within
+the tolerance. Sums are accumulated in float32; g and u are not rounded before the product, which is rounded once, to
+nearest even. A code times its scale is exact in bfloat16; gscale times that is not.
 
 Rules:
 - H is a multiple of 16; T is any positive number.
