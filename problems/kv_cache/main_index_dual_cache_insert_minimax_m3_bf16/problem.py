@@ -122,8 +122,8 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor | int, ...]:
     """Standard normal values, weights of 0.1 N(0, 1), random positions and slots, in ``INPUTS``' order.
 
-    ``small_rows`` tokens are scaled by 1e-3, so that the 1e-6 counts. ``pads`` random tokens have slot -1 in one mapping,
-    ``index_pads`` others in the other. Some cache rows hold arbitrary bits.
+    ``small_rows`` tokens are scaled by 1e-3, so that the 1e-6 counts. ``pads`` random tokens have slot -1 in one
+    mapping, ``index_pads`` others in the other. Some cache rows hold arbitrary bits.
     """
     tokens, dim, slots = shape["T"], shape["D"], shape["NB"] * shape["BS"]
     qkv = normal(generator, *input_specs(shape)[0][0])
