@@ -143,3 +143,14 @@ def float32_limit(scale: torch.Tensor, length: int) -> torch.Tensor:
     measure. Single products of bfloat16 or TF32 operands err several times more than this allows.
     """
     return torch.finfo(torch.float32).eps * max(16.0, 2 * math.sqrt(length)) * scale
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 numbers rounded to TF32's 11 significant bits, for checks."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+def split_tf32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product with each operand as a sum of two TF32 numbers and without the product of the lower ones, for checks."""
+    high_a, high_b = tf32(a), tf32(b)
+    return tf32(a - high_a) @ high_b + high_a @ tf32(b - high_b) + high_a @ high_b

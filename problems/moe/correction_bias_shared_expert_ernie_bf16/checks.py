@@ -42,7 +42,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 def _transformers(inputs: Sequence[Any], truth: torch.Tensor) -> None:
     """The model's own block in float64, but for its router, which works in float32."""
     from transformers import Ernie4_5_MoeConfig
-    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeMLP, Ernie4_5_MoeSparseMoeBlock
 
     x, gate_w, bias, w_gate_up, w_down, shared_gate_up, shared_down, k = inputs
     config = Ernie4_5_MoeConfig(
@@ -54,8 +54,7 @@ def _transformers(inputs: Sequence[Any], truth: torch.Tensor) -> None:
         use_bias=False,
     )
     block = Ernie4_5_MoeSparseMoeBlock(config)
-    shared = type(block.shared_experts)(config, shared_down.shape[1])
-    block.shared_experts = shared
+    block.shared_experts = shared = Ernie4_5_MoeMLP(config, shared_down.shape[1])
     block.double().to(x.device)
     gate, up = shared_gate_up.double().chunk(2)
     values = {
@@ -75,7 +74,7 @@ def _transformers(inputs: Sequence[Any], truth: torch.Tensor) -> None:
 
 
 def _variant(
-    routing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = route,
+    routing: Callable[..., tuple[torch.Tensor, ...]] = route,
     shared: float = 1.0,
     swap: bool = False,
 ) -> Callable[..., torch.Tensor]:

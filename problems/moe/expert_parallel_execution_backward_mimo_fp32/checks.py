@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mkb_env.problems.moe.common import split_tf32_product, tf32
 from mkb_env.problems.moe.expert_parallel_execution_backward_mimo_fp32.problem import reference
 
 INDEPENDENT = (
@@ -92,19 +93,6 @@ def _variant(
     return run
 
 
-def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to 11 significant bits."""
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def _three_tf32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Each operand as a sum of two TF32 numbers, without the product of the lower ones."""
-    a, b = a.contiguous(), b.contiguous()
-    high_a, high_b = _tf32(a), _tf32(b)
-    low_a, low_b = _tf32(a - high_a), _tf32(b - high_b)
-    return low_a @ high_b + high_a @ low_b + high_a @ high_b
-
-
 def _six_bfloat16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Each operand as a sum of three bfloat16 numbers, without the three smallest products."""
     parts: list[list[torch.Tensor]] = [[], []]
@@ -135,14 +123,14 @@ def _stale_gradients(x: torch.Tensor, offsets: torch.Tensor, *rest: torch.Tensor
 
 
 WRONG = {
-    "products of TF32 operands": _variant(lambda a, b: _tf32(a.contiguous()) @ _tf32(b.contiguous())),
+    "products of TF32 operands": _variant(lambda a, b: tf32(a) @ tf32(b)),
     "the derivative of silu without its second term": _variant(slope=lambda g, s: s),
     "the gradient of the row weight still weighted": _variant(weighted=False),
     "weight gradients without an expert's first row": _variant(first=1),
     "gradients left over where an expert has no rows": _stale_gradients,
 }
 SECOND = {
-    "three products of split TF32 operands": _variant(_three_tf32),
+    "three products of split TF32 operands": _variant(split_tf32_product),
     "six products of split bfloat16 operands": _variant(_six_bfloat16),
     "sums in plain order": _variant(_in_order),
 }

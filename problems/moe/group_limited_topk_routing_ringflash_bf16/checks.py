@@ -82,7 +82,7 @@ def _variant(
     masked: Callable[..., torch.Tensor] = in_best_groups,
     weighing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda s, b: s,
     ordering: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda s, chosen: chosen,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Sigmoid in base 2, counts by comparison, and one thing changed."""
 
     def run(x: torch.Tensor, gate_w: torch.Tensor, bias: torch.Tensor, *how: Any) -> tuple[torch.Tensor, ...]:

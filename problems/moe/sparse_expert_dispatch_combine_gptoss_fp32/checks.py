@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mkb_env.problems.moe.common import best, choose_by_sorting
+from mkb_env.problems.moe.common import best, choose_by_sorting, split_tf32_product, tf32
 from mkb_env.problems.moe.sparse_expert_dispatch_combine_gptoss_fp32.problem import ALPHA, LIMIT, activation, route
 
 INDEPENDENT = "token by token in float64 with routing in plain Python; transformers' gpt-oss block in float64"
@@ -68,7 +68,7 @@ def _transformers(inputs: Sequence[Any], truth: torch.Tensor) -> None:
 def _variant(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
     inner: Callable[[torch.Tensor], torch.Tensor] = activation,
-    routing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = route,
+    routing: Callable[..., tuple[torch.Tensor, ...]] = route,
     weighted_bias: bool = True,
 ) -> Callable[..., torch.Tensor]:
     """Choice after choice, the tokens of each expert together, with another product or one thing changed."""
@@ -110,17 +110,6 @@ def _halves(v: torch.Tensor) -> torch.Tensor:
     return activation(v.unflatten(-1, (2, -1)).mT.flatten(-2))
 
 
-def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to 11 significant bits."""
-    return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-
-
-def _split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Each operand as a sum of two TF32 numbers, without the product of the lower ones."""
-    high_a, high_b = _tf32(a), _tf32(b)
-    return _tf32(a - high_a) @ high_b + high_a @ _tf32(b - high_b) + high_a @ high_b
-
-
 def _exponential(v: torch.Tensor) -> torch.Tensor:
     """The sigmoid by an exponential in base 2."""
     gate, up = (part.clamp(max=LIMIT) for part in v.unflatten(-1, (-1, 2)).unbind(-1))
@@ -128,7 +117,7 @@ def _exponential(v: torch.Tensor) -> torch.Tensor:
 
 
 WRONG = {
-    "products of TF32 operands": _variant(lambda a, b: _tf32(a) @ _tf32(b)),
+    "products of TF32 operands": _variant(lambda a, b: tf32(a) @ tf32(b)),
     "gates in the first half of the columns": _variant(inner=_halves),
     "up not limited": _variant(inner=_up_unlimited),
     "gates not limited": _variant(inner=lambda v: _activation(v, highest=math.inf)),
@@ -138,6 +127,6 @@ WRONG = {
     "the bias of the down product not weighted": _variant(weighted_bias=False),
 }
 SECOND = {
-    "three products of split TF32 operands": _variant(_split),
+    "three products of split TF32 operands": _variant(split_tf32_product),
     "sigmoid in base 2": _variant(inner=_exponential),
 }
