@@ -136,13 +136,14 @@ def expected_hits(experts: int, tokens: int, k: int) -> int:
 
 
 def float32_limit(scale: torch.Tensor, length: int) -> torch.Tensor:
-    """Allowed error of results of a few matrix products in float32: eps max(16, 2 sqrt(length)) ``scale``.
+    """Allowed error of results of a few matrix products in float32: eps max(32, 2 sqrt(length)) ``scale``.
 
     A float32 sum of ``length`` products in plain order errs by about eps sqrt(length) / 5 root mean square and by about
-    eps sqrt(length) in the worst of some million; the reference may add in a better order, so its own error is no
-    measure. Single products of bfloat16 or TF32 operands err several times more than this allows.
+    eps sqrt(length) in the worst of some million; short sums err by what a handful of roundings, some of them cut off
+    as tensor cores do, and approximate exponentials add up to. The reference may add in a better order, so its own
+    error is no measure. Single products of bfloat16 or TF32 operands err several times more than this allows.
     """
-    return torch.finfo(torch.float32).eps * max(16.0, 2 * math.sqrt(length)) * scale
+    return torch.finfo(torch.float32).eps * max(32.0, 2 * math.sqrt(length)) * scale
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +152,6 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def split_tf32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product with each operand as a sum of two TF32 numbers and without the product of the lower ones, for checks."""
+    """A product with each operand as a sum of two TF32 numbers, without the product of the lower ones; for checks."""
     high_a, high_b = tf32(a), tf32(b)
     return tf32(a - high_a) @ high_b + high_a @ tf32(b - high_b) + high_a @ high_b

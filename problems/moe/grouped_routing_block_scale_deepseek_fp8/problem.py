@@ -86,7 +86,7 @@ BLOCK = 128
 MARGIN = 1e-4
 FP8 = torch.float8_e4m3fn
 SIZES = {"Eg": 256, "El": 32, "H": 7168, "I": 2048, "n_group": 8, "topk_group": 4, "k": 8, "scaling": 2.5}
-TINY = SIZES | {"Eg": 16, "El": 4, "H": 256, "I": 128, "n_group": 4, "topk_group": 2, "k": 2}
+TINY = SIZES | {"Eg": 16, "El": 4, "H": 256, "I": 128, "n_group": 4, "topk_group": 2, "k": 4}
 WORKLOADS = {
     "full": SIZES | {"T": 4096, "offset": 32, "shifts": [[[45], -4.0]]},
     "small": TINY | {"T": 12, "offset": 4, "shifts": [[[6], -4.0]]},
