@@ -300,13 +300,14 @@ def scan_scale(
 def row_allowance(anchor: torch.Tensor, scale: torch.Tensor) -> Allowance:
     """The general rule for bfloat16, but no row (along the last axis) counts as smaller than ``scale``.
 
-    With eps = 2^-7 an element may err by 3 eps max(largest of its row, 2 scale); at most 5 % of all elements err by
-    more than 1.5 eps max(root mean square of the row, scale): 1.2 % of it, twice the standard deviation of what
-    bfloat16 operands lead to at worst.
+    With eps = 2^-7 an element x may err by 3 eps max(largest of its row, 2 scale); at most 5 % of all elements err by
+    more than 1.5 eps max(root mean square of the row, scale, |x| / 2): 1.2 % of the row, twice the standard deviation
+    of what bfloat16 operands lead to at worst.
     """
-    eps = 2.0**-7
-    largest, mean = anchor.abs().amax(dim=-1, keepdim=True), anchor.square().mean(dim=-1, keepdim=True).sqrt()
-    return Allowance(3 * eps * torch.maximum(largest, 2 * scale), 1.5 * eps * torch.maximum(mean, scale), 0.05)
+    eps, size = 2.0**-7, anchor.abs()
+    largest, mean = size.amax(dim=-1, keepdim=True), anchor.square().mean(dim=-1, keepdim=True).sqrt()
+    usual = torch.maximum(torch.maximum(mean, scale), size / 2)
+    return Allowance(3 * eps * torch.maximum(largest, 2 * scale), 1.5 * eps * usual, 0.05)
 
 
 def state_allowance(anchor: torch.Tensor) -> Allowance:
