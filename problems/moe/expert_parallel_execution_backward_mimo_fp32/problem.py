@@ -1,8 +1,8 @@
 """Backward of the grouped SwiGLU experts on one expert-parallel rank of MiMo-V2-Flash, with weight gradients, float32.
 
-There are N rows of H channels, grouped by El local experts with I inner channels each (H = 4096, I = 2048).
-The forward pass was, for every row n of expert e: G = w_gate[e] x[n]; U = w_up[e] x[n]; h = silu(G) * U;
-y = w_down[e] h; out[n] = row_weight[n] * y. Nothing of it was saved.
+There are N rows of H channels, grouped by El local experts with I inner channels each (the model has
+H = 4096, I = 2048). The forward pass was, for every row n of expert e: G = w_gate[e] x[n]; U = w_up[e] x[n];
+h = silu(G) * U; y = w_down[e] h; out[n] = row_weight[n] * y. Nothing of it was saved.
 
 Inputs, contiguous and row-major:
   x                [N, H]      float32
