@@ -24,7 +24,7 @@ def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -
 
 def _with_map(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The reference with another list of pairs."""
-    return lambda *inputs: reference(*inputs[:4], change(inputs[4]))
+    return lambda src_k, src_v, dst_k, dst_v, pairs: reference(src_k, src_v, dst_k, dst_v, change(pairs))
 
 
 def _without_last_slot(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

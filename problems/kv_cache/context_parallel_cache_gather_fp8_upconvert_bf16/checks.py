@@ -92,7 +92,7 @@ def _whole_pages(cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch
     return reference(cache, block_table, (seq_lens + size - 1) // size * size)[: int(seq_lens.sum())].contiguous()
 
 
-WRONG = {
+WRONG: dict[str, Callable[..., torch.Tensor]] = {
     "groups of 64 codes": _variant(
         lambda codes, scales: codes.float() * scales.repeat_interleave(64, dim=1).repeat(1, 2)
     ),

@@ -73,7 +73,7 @@ WORKLOADS = {
         "positions": 64, "initial": 10, "first_id": FAR,
     },
     "small": {
-        "R": 4, "S": 8, "C": 2, "N": 24, "widths": [16, 32, 16], "lengths": [5, 0, 6, 3], "positions": 32,
+        "R": 4, "S": 16, "C": 2, "N": 24, "widths": [16, 32, 16], "lengths": [5, 0, 6, 3], "positions": 32,
         "initial": 6, "first_id": FAR,
     },
     "heldout": [

@@ -45,8 +45,8 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
         if index_slots[t] >= 0:
             got = truth[3].flatten(0, 1)[index_slots[t]]
             torch.testing.assert_close(got, index_keys[row, 0], rtol=1e-10, atol=1e-10)
-    by_slot = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (truth[2], given["cache"])]
-    assert_kept(*by_slot, [slot for slot in slots if slot >= 0])
+    after, before = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (truth[2], given["cache"]))
+    assert_kept(after, before, [slot for slot in slots if slot >= 0])
     written = [slot for slot in index_slots if slot >= 0]
     assert_kept(truth[3].flatten(0, 1), given["index_cache"].flatten(0, 1), written)
 
@@ -88,7 +88,8 @@ def _wraps(*inputs: Any) -> Any:
 def _value_first(*inputs: Any) -> Any:
     """Rows of the cache hold the value, then the key."""
     *others, cache, index_cache, heads = inputs
-    q, index_q, new, new_index = reference(*others, cache.roll(cache.shape[3] // 2, -1), index_cache, heads)
+    others += [cache.roll(cache.shape[3] // 2, -1), index_cache, heads]
+    q, index_q, new, new_index = reference(*others)
     return q, index_q, new.roll(new.shape[3] // 2, -1), new_index
 
 

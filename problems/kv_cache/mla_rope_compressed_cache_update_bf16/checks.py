@@ -77,7 +77,8 @@ def _wraps(*inputs: Any) -> Any:
     """-1 addresses the last slot."""
     *others, slots, _ = inputs
     q, cache = reference(*inputs)
-    return q, reference(*others, torch.where(slots < 0, cache[..., 0].numel() - 1, -1), cache)[1]
+    others += [torch.where(slots < 0, cache[..., 0].numel() - 1, -1), cache]
+    return q, reference(*others)[1]
 
 
 def _no_padded_queries(*inputs: Any) -> Any:

@@ -90,7 +90,8 @@ def _wraps(*inputs: Any) -> Any:
     *others, slots, _, eps = inputs
     q, cache = reference(*inputs)
     last = cache[0, ..., 0, 0].numel() - 1
-    return q, reference(*others, torch.where(slots < 0, last, -1), cache, eps)[1]
+    others += [torch.where(slots < 0, last, -1), cache, eps]
+    return q, reference(*others)[1]
 
 
 WRONG = {
