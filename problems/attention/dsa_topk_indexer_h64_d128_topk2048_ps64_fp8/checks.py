@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mkb_env.problems.attention.dsa_topk_indexer_h64_d128_topk2048_ps64_fp8 import problem
+from mkb_env.problems.attention.variants import altered
 
 INDEPENDENT = "numpy in float64 from the cache's bytes and a table of all fp8 codes, one request after another"
 
@@ -108,16 +109,20 @@ def _logical(*inputs: Any) -> torch.Tensor:
     return problem.slots_of((scored >= border) & (scored > -math.inf), table.expand_as(block_table), topk)
 
 
+def _one_less(*inputs: Any) -> torch.Tensor:
+    """The border is not part of the selection."""
+    fewer = altered(problem.reference, lambda topk: topk - 1, 5)(*inputs)
+    return torch.nn.functional.pad(fewer, (0, 1), value=-1)
+
+
 WRONG = {
     "the heads summed before the negative part is dropped": partial(_by_threshold, fault="relu"),
     "no scales": partial(_by_threshold, fault="scale"),
     "a scale after each token's 128 bytes": partial(_by_threshold, fault="layout"),
     "slots in the order of the scores": _by_score,
     "logical positions instead of slots": _logical,
-    "weights without their sign": lambda *x: problem.reference(*x[:2], x[2].abs(), *x[3:]),
-    "one token too few": lambda *x: torch.cat(
-        (problem.reference(*x[:5], x[5] - 1), torch.full_like(x[4][:, :1], -1)), dim=1
-    ),
+    "weights without their sign": altered(problem.reference, torch.abs, 2),
+    "one token too few": _one_less,
 }
 SECOND = {
     "bf16 operands, scales after the sum, border by bisection": _by_threshold,

@@ -11,6 +11,7 @@ import torch
 
 from mkb_env.problems.attention.common import tf32
 from mkb_env.problems.attention.dual_stream_joint_attention_fibo_fp32 import problem
+from mkb_env.problems.attention.variants import altered
 
 INDEPENDENT = (
     "rms_norm, complex rotation and scaled_dot_product_attention in float64; diffusers' FluxAttention and angles"
@@ -35,7 +36,9 @@ def _flux(inputs: Sequence[Any], visible: torch.Tensor) -> Pair:
 
     width = inputs[0].shape[2] * inputs[0].shape[3]
     with torch.device("meta"):
-        layer = FluxAttention(width, inputs[0].shape[2], inputs[0].shape[3], added_kv_proj_dim=width, eps=inputs[-1])
+        layer: Any = FluxAttention(
+            width, inputs[0].shape[2], inputs[0].shape[3], added_kv_proj_dim=width, eps=inputs[-1]
+        )
     names = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
     for name, tensor in zip(names, inputs[:6], strict=True):
         setattr(layer, name, _Given(tensor))
@@ -49,7 +52,8 @@ def _flux(inputs: Sequence[Any], visible: torch.Tensor) -> Pair:
 def _check_angles(inputs: Sequence[Any]) -> None:
     from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 
-    shapes = [problem.WORKLOADS["full"], problem.WORKLOADS["small"], *problem.WORKLOADS["heldout"]]
+    workloads: dict[str, Any] = problem.WORKLOADS
+    shapes = [workloads["full"], workloads["small"], *workloads["heldout"]]
     sizes = (*inputs[0].shape[1:3], inputs[3].shape[1])
     shape = next(s for s in shapes if (s["grid"][0] * s["grid"][1], s["N"], s["St"]) == sizes)
     ids = torch.zeros(shape["St"] + sizes[0], 3)
@@ -63,7 +67,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
     """Three heads at most: in float64 tightly, and as Flux's layer computes them."""
     _check_angles(inputs)
     heads = sorted({0, inputs[0].shape[2] // 2, inputs[0].shape[2] - 1})
-    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    wide: list[Any] = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
     wide[:6] = [x[:, :, heads] for x in wide[:6]]
     q_img, k_img, v_img, q_txt, k_txt, v_txt, wq_img, wk_img, wq_txt, wk_txt, cos, sin, txt_len, eps = wide
     norm, turn = torch.nn.functional.rms_norm, torch.complex(cos[:, None, ::2], sin[:, None, 1::2])
@@ -115,7 +119,7 @@ def _compacted(*inputs: Any, rounded: Callable[[torch.Tensor], torch.Tensor] = l
 def _no_mask(*inputs: Any) -> Pair:
     """Padded text keys are visible."""
     text, lengths = inputs[3].shape[1], inputs[12]
-    image, words = problem.reference(*inputs[:12], torch.full_like(lengths, text), inputs[13])
+    image, words = altered(problem.reference, lambda lengths: torch.full_like(lengths, text), 12)(*inputs)
     padding = torch.arange(text, device=words.device) >= lengths[:, None]
     return image, words.masked_fill(padding[..., None], 0.0)
 
@@ -127,14 +131,20 @@ def _halves(*inputs: Any) -> Pair:
     return problem.reference(*(x[..., order].contiguous() if at in places else x for at, x in enumerate(inputs)))
 
 
+def _one_stream(*inputs: Any) -> Pair:
+    """The text's queries and keys with the image's norm weights."""
+    values: list[Any] = [*inputs[:8], *inputs[6:8], *inputs[10:]]
+    return problem.reference(*values)
+
+
 WRONG = {
     "padded text keys visible": _no_mask,
     "rotation pairs of half-split channels": _halves,
-    "the image's norm weights for the text, too": lambda *x: problem.reference(*x[:8], x[6], x[7], *x[10:]),
-    "the text's values normalised": lambda *x: problem.reference(
-        *x[:5], torch.nn.functional.rms_norm(x[5], x[5].shape[-1:]), *x[6:]
+    "the image's norm weights for the text, too": _one_stream,
+    "the text's values normalised": altered(
+        problem.reference, lambda v: torch.nn.functional.rms_norm(v, v.shape[-1:]), 5
     ),
-    "norm weights 1 + w": lambda *x: problem.reference(*x[:6], *(w + 1 for w in x[6:10]), *x[10:]),
+    "norm weights 1 + w": altered(problem.reference, lambda w: w + 1, 6, 7, 8, 9),
 }
 SECOND = {
     "real tokens only, online softmax in base 2": _compacted,

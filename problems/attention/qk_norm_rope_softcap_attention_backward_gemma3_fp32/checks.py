@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from mkb_env.problems.attention.common import tf32
 from mkb_env.problems.attention.qk_norm_rope_softcap_attention_backward_gemma3_fp32 import problem
+from mkb_env.problems.attention.variants import altered
 
 INDEPENDENT = "autograd through torch's rms_norm, transformers' rotary embedding and a softmax, float64"
 Tensors = tuple[torch.Tensor, ...]
@@ -40,16 +42,17 @@ def _forward(
     return out.transpose(1, 2), logits.logsumexp(dim=-1)
 
 
-def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
+def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
     """The saved tensors and the gradients against autograd.
 
     ``out`` and ``lse`` reach the anchor rounded to float32, so it agrees to about 1e-6; the same formula on the forward
     pass's own float64 results agrees to rounding. At tiny sizes autograd's forward is itself checked by differences.
     """
-    grad_out, q, k, v, out, lse, *rest = (x.double() if isinstance(x, torch.Tensor) else x for x in inputs)
+    wide: list[Any] = [x.double() if isinstance(x, torch.Tensor) else x for x in inputs]
+    grad_out, q, k, v, out, lse, *rest = wide
     weights, others = rest[:2], rest[2:]
     with torch.enable_grad():
-        leaves = tuple(x.clone().requires_grad_() for x in (q, k, v, *weights))
+        leaves: Any = tuple(x.clone().requires_grad_() for x in (q, k, v, *weights))
         exact_out, exact_lse = _forward(*leaves, *others)
         want = torch.autograd.grad(exact_out, leaves, grad_out)
         if q.numel() <= 6000:
@@ -59,7 +62,7 @@ def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -
     exact = problem.reference(grad_out, q, k, v, exact_out.detach(), exact_lse.detach(), *rest)
     for name, ours, rounded, theirs in zip(problem.OUTPUTS, exact, truth, want, strict=True):
         scale = theirs.square().mean().sqrt().item()
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * scale, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} differs")
         torch.testing.assert_close(rounded, theirs, rtol=1e-4, atol=1e-4 * scale)
 
 
@@ -113,16 +116,12 @@ def _blocked(
     return found[0][0], found[1][0], d_value.transpose(1, 2).contiguous(), found[0][1], found[1][1]
 
 
-def _plain_weights(*inputs: torch.Tensor) -> Tensors:
-    return _blocked(*inputs[:6], inputs[6] - 1, inputs[7] - 1, *inputs[8:])
-
-
 WRONG = {
     "the softcap's derivative left out": partial(_blocked, fault="softcap"),
     "delta left out": partial(_blocked, fault="delta"),
     "a mask that hides the diagonal": partial(_blocked, fault="diagonal"),
     "the rotation not transposed": partial(_blocked, fault="rotation"),
-    "norm weights w instead of 1 + w": _plain_weights,
+    "norm weights w instead of 1 + w": altered(_blocked, lambda weight: weight - 1, 6, 7),
 }
 SECOND = {
     "blocks of queries, recomputed": _blocked,

@@ -11,6 +11,7 @@ import torch
 
 from mkb_env.problems.attention.common import tf32
 from mkb_env.problems.attention.relative_position_local_attention_gemma3n_audio_fp32 import problem
+from mkb_env.problems.attention.variants import altered
 
 INDEPENDENT = (
     "transformers' Gemma3nAudioAttention (blocks of 12 frames), and single queries one key at a time in float64"
@@ -30,7 +31,7 @@ def _layer(inputs: Sequence[Any]) -> torch.Tensor:
         conf_attention_logit_cap=softcap,
     )
     with torch.device("meta"):
-        layer = model.Gemma3nAudioAttention(config)
+        layer: Any = model.Gemma3nAudioAttention(config)
     for owner, name, tensor in (
         *((layer, f"{letter}_proj", x) for letter, x in zip("qkv", (q, k, v), strict=True)),
         (layer.relative_position_embedding, "pos_proj", rel_emb),
@@ -149,7 +150,7 @@ def _by_tiles(
 
 WRONG = {
     "the oldest offset left out": partial(_one_offset_at_a_time, fault="window"),
-    "offsets of rel_emb in reverse": lambda *x: problem.reference(*x[:4], x[4].flip(0), *x[5:]),
+    "offsets of rel_emb in reverse": altered(problem.reference, lambda rel_emb: rel_emb.flip(0), 4),
     "the softcap on the content logits only": partial(_one_offset_at_a_time, fault="cap"),
     "no division by ln 2": partial(_one_offset_at_a_time, fault="ln 2"),
     "masked queries zeroed": partial(_one_offset_at_a_time, fault="queries"),

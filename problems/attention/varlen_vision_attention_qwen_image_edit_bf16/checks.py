@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from mkb_env.problems.attention.variants import altered
 from mkb_env.problems.attention.varlen_vision_attention_qwen_image_edit_bf16 import problem
 
 INDEPENDENT = (
@@ -16,16 +18,18 @@ INDEPENDENT = (
 )
 
 
-def _as_model(inputs: Sequence[torch.Tensor], truth: torch.Tensor) -> None:
+def _as_model(inputs: Sequence[Any], truth: torch.Tensor) -> None:
     """Token order, windows and angles of the model, and its attention layer (which works in float32)."""
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as model
 
     qkv, cos, sin, cu_seqlens, _ = inputs
-    shapes = [problem.WORKLOADS["full"], problem.WORKLOADS["small"], *problem.WORKLOADS["heldout"]]
+    workloads: dict[str, Any] = problem.WORKLOADS
+    shapes = [workloads["full"], workloads["small"], *workloads["heldout"]]
     shape = next(shape for shape in shapes if sum(problem.segments(shape)) == len(qkv))
     if any(size % 2 for image in shape["images"] for size in image):
         return
-    config = model.Qwen2_5_VLVisionConfig(hidden_size=1280, num_heads=16, attn_implementation="eager")
+    config = model.Qwen2_5_VLVisionConfig(hidden_size=1280, num_heads=16)
+    config._attn_implementation = "eager"
     grid = torch.tensor([[1, *image] for image in shape["images"]])
     window_index, windows = model.get_vision_window_index(grid, 2, 112, 14)
     if "lengths" not in shape:
@@ -35,7 +39,7 @@ def _as_model(inputs: Sequence[torch.Tensor], truth: torch.Tensor) -> None:
     for ours, theirs in zip((cos, sin), angles, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-4)
     with torch.device("meta"):
-        layer = model.Qwen2_5_VLVisionAttention(config)
+        layer: Any = model.Qwen2_5_VLVisionAttention(config)
     layer.qkv = layer.proj = torch.nn.Identity()
     rotated = model.apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], cos, sin)
     tokens = torch.stack((*rotated, qkv[:, 2]), dim=1).double().flatten(1)
@@ -44,7 +48,7 @@ def _as_model(inputs: Sequence[torch.Tensor], truth: torch.Tensor) -> None:
     assert (truth - found).square().mean() < 1e-10, "the layer's outputs differ"
 
 
-def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
+def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
     """Rotation by complex numbers, then torch's own attention on each segment."""
     qkv, cos, sin, cu_seqlens, scale = inputs
     q, k, v = qkv.double().transpose(0, 2).transpose(0, 1)  # [heads, tokens, channels]
@@ -52,8 +56,8 @@ def independent(inputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -
     q, k = (torch.complex(*x.chunk(2, dim=-1)) * turn for x in (q, k))
     q, k = (torch.cat((x.real, x.imag), dim=-1).bfloat16().double() for x in (q, k))
     for begin, end in pairwise(cu_seqlens.tolist()):
-        parts = (x[None, :, begin:end] for x in (q, k, v))
-        found = torch.nn.functional.scaled_dot_product_attention(*parts, scale=float(scale))[0]
+        mine, keys, values = (x[None, :, begin:end] for x in (q, k, v))
+        found = torch.nn.functional.scaled_dot_product_attention(mine, keys, values, scale=scale)[0]
         want = truth[0][begin:end].unflatten(1, (problem.HEADS, -1)).transpose(0, 1)
         torch.testing.assert_close(want, found, rtol=1e-9, atol=1e-12)
     _as_model(inputs, truth[0])
@@ -94,19 +98,15 @@ def _blocked(
     return out.flatten(1)
 
 
-def _adjacent_pairs(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def _adjacent_pairs(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any) -> torch.Tensor:
     """Channels 2i and 2i + 1 as a pair: what a kernel that takes the wrong pairing computes."""
     order = torch.arange(problem.HEAD_DIM, device=qkv.device).view(2, -1).T.flatten()
     mixed = torch.cat((qkv[:, :2][..., order.argsort()], qkv[:, 2:]), dim=1)
     return problem.reference(mixed, cos, sin, *others)
 
 
-def _not_rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def _not_rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any) -> torch.Tensor:
     return problem.reference(qkv, torch.ones_like(cos), torch.zeros_like(sin), *others)
-
-
-def _padded_scale(*inputs: torch.Tensor) -> torch.Tensor:
-    return problem.reference(*inputs[:4], 96**-0.5)
 
 
 def _neighbour(
@@ -122,7 +122,7 @@ def _neighbour(
 WRONG = {
     "rotation pairs of adjacent channels": _adjacent_pairs,
     "no rotation": _not_rotated,
-    "scale of the width padded to 96": _padded_scale,
+    "scale of the width padded to 96": altered(problem.reference, lambda _: 96**-0.5, 4),
     "a short segment not separated from its neighbour": _neighbour,
 }
 SECOND = {

@@ -109,7 +109,7 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor 
     """Standard normal projections and the images' angles: 20 frequencies by row, then 20 by column."""
     cu_seqlens = torch.tensor(geometry(shape)["cu_seqlens"], dtype=torch.int32, device=generator.device)
     qkv = normal(generator, sum(segments(shape)), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    places = torch.cat([positions(*image, generator.device) for image in shape["images"]])
+    places = torch.cat([positions(rows, columns, generator.device) for rows, columns in shape["images"]])
     frequencies = rotary_frequencies(HEAD_DIM // 2, THETA, generator.device)
     angles = (places[..., None] * frequencies).flatten(1).repeat(1, 2)
     return qkv, angles.cos().float(), angles.sin().float(), cu_seqlens, SCALE

@@ -76,6 +76,8 @@ def _variant(
 ) -> torch.Tensor:
     """Token-first short convolution, sliced projections and another long convolution."""
     z = _product(u, w_in, operand) + b_in
+    if fault == "taps":
+        short_w = short_w.flip(-1)
     s = short_w[:, 2] * z + short_b
     s[:, 1:] += short_w[:, 1] * z[:, :-1]
     s[:, 2:] += short_w[:, 0] * z[:, :-2]
@@ -92,6 +94,11 @@ def _circular(p: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(torch.fft.rfft(p) * torch.fft.rfft(taps), n=p.shape[-1])
 
 
+def _without_last(p: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """One tap too few."""
+    return problem.long_convolution(p, taps[:, :-1])
+
+
 def _tf32(x: torch.Tensor) -> torch.Tensor:
     """Rounded to 10 fraction bits."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
@@ -99,12 +106,10 @@ def _tf32(x: torch.Tensor) -> torch.Tensor:
 
 WRONG = {
     "transforms of L points": partial(_variant, convolve=_circular),
-    "taps of the short filter in reverse": lambda *x: problem.reference(*x[:3], x[3].flip(-1), *x[4:]),
+    "taps of the short filter in reverse": partial(_variant, fault="taps"),
     "gates swapped": partial(_variant, fault="gates"),
     "the filter's bias on the ungated values": partial(_variant, fault="bias"),
-    "the last tap left out": lambda *x: problem.reference(
-        *x[:5], torch.cat((x[5][:, : x[0].shape[1] - 1], torch.zeros_like(x[5])), dim=1), *x[6:]
-    ),
+    "the last tap left out": partial(_variant, convolve=_without_last),
     "projections of operands rounded to TF32": partial(_variant, operand=_tf32),
 }
 SECOND = {
