@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad, softplus
 
 from mkb_env.problems.contract import Allowance
-from mkb_env.problems.drawing import uniform
+from mkb_env.problems.drawing import normal, uniform
 
 Operand = Callable[[torch.Tensor], torch.Tensor]
 
@@ -321,3 +321,56 @@ def gdn_gates(
     """Logarithm of the decay, -e^A_log softplus(a + dt_bias), and beta, sigmoid(b): in float32, or float64 if given."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return -A_log.to(wide).exp() * softplus(a.to(wide) + dt_bias.to(wide)), b.to(wide).sigmoid()
+
+
+def gdn_draws(
+    generator: torch.Generator, leading: tuple[int, ...], key_heads: int, heads: int, dim: int
+) -> tuple[torch.Tensor, ...]:
+    """Tokens and gates of a gated delta net, drawn like activations: q, k, v, A_log, a, dt_bias, b.
+
+    q and k [*leading, key_heads, dim] are unit vectors and v [*leading, heads, dim] is small, all in bfloat16; a and b
+    [*leading, heads] in bfloat16, A_log and dt_bias [heads] in float32.
+    """
+    q, k = (unit(normal(generator, *leading, key_heads, dim)).bfloat16() for _ in range(2))
+    v = normal(generator, *leading, heads, dim, dtype=torch.bfloat16, scale=0.25)
+    A_log = normal(generator, heads, scale=1.2, mean=0.5)
+    a = normal(generator, *leading, heads, dtype=torch.bfloat16)
+    dt_bias = normal(generator, heads, scale=2.0, mean=-3.5)
+    b = normal(generator, *leading, heads, dtype=torch.bfloat16, scale=1.5, mean=0.5)
+    return q, k, v, A_log, a, dt_bias, b
+
+
+def gdn_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of the gated delta rule on states that are value-major.
+
+    Args:
+        q: [B, H, K], scaled.
+        k: [B, H, K].
+        v: [B, H, V].
+        g: [B, H], logarithm of the decay.
+        beta: [B, H].
+        state: [B, H, V, K].
+
+    Returns:
+        o [B, H, V] and the new state.
+    """
+    state = state * g.exp()[..., None, None]
+    correction = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
+    state = state + correction.unsqueeze(-1) @ k.unsqueeze(-2)
+    return (state @ q.unsqueeze(-1)).squeeze(-1), state
+
+
+def fused_gdn_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`gdn_step` with both reductions over the state as it was: q S' = e^g q S + (q . k) correction.
+
+    Sums over the key channels run in two halves.
+    """
+    decay = torch.exp2(g * (1 / math.log(2))).unsqueeze(-1)
+    predicted, read = ((state * x.unsqueeze(-2)).unflatten(-1, (2, -1)).sum(dim=-1).sum(dim=-1) for x in (k, q))
+    correction = beta.unsqueeze(-1) * (v - decay * predicted)
+    o = decay * read + (q * k).sum(dim=-1, keepdim=True) * correction
+    return o, state * decay.unsqueeze(-1) + correction.unsqueeze(-1) * k.unsqueeze(-2)
