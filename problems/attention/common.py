@@ -15,8 +15,8 @@ from mkb_env.problems.drawing import normal, offsets, permutation
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """Attention of one request: (q, keys, values, scale) -> (output, lse), as :func:`attend`."""
-Requests = list[tuple[slice, "torch.Tensor | slice"]]
-"""Per request: where its queries are, and the rows of its keys and values in order."""
+Requests = list[tuple[slice, slice]]
+"""Per request: where its queries are, and where the rows of its keys and values."""
 QUERIES_AT_ONCE = 512
 
 
@@ -75,19 +75,22 @@ def attend(
         Output [k, heads, Dv] and base-2 log-sum-exp [k, heads] of the last k = min(n, m) queries: those that see a key.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    keys, values = keys.to(wide), values.to(wide)
     n, m, kv_heads = len(q), len(keys), keys.shape[1]
-    outputs, lses = [], []
+    keys, values = keys.to(wide).transpose(0, 1), values.to(wide).transpose(0, 1)
+    outputs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
     for begin in range(max(0, n - m), n, QUERIES_AT_ONCE):
         end = min(begin + QUERIES_AT_ONCE, n)
         seen = m - n + end  # keys that the last query of this part sees
-        queries = q[begin:end].to(wide).unflatten(1, (kv_heads, -1))
-        logits = torch.einsum("nhgd,mhd->nhgm", queries, keys[:seen]) * scale
+        queries = q[begin:end].to(wide).unflatten(1, (kv_heads, -1)).transpose(0, 1)
+        logits = queries.flatten(1, 2) @ keys[:, :seen].mT * scale
         if n > 1:
             later = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).triu(m - n + begin + 1)
-            logits.masked_fill_(later[:, None, None], -math.inf)
-        lses.append(torch.logsumexp(logits, dim=-1).flatten(1) / math.log(2))
-        outputs.append(torch.einsum("nhgm,mhd->nhgd", logits.softmax(dim=-1), values[:seen]).flatten(1, 2))
+            logits.unflatten(1, queries.shape[1:3]).masked_fill_(later[:, None], -math.inf)
+        lse, output = logits.logsumexp(dim=-1) / math.log(2), logits.softmax(dim=-1) @ values[:, :seen]
+        by_query = (tensor.unflatten(1, queries.shape[1:3]).transpose(0, 1).flatten(1, 2) for tensor in (lse, output))
+        for results, result in zip((lses, outputs), by_query, strict=True):
+            results.append(result)
     return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
 
 
@@ -98,6 +101,7 @@ def attend_requests(
     requests: Requests,
     scale: float,
     attention: Attend = attend,
+    order: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention`` request by request; rows that see no key have output 0 and lse -inf.
 
@@ -108,11 +112,15 @@ def attend_requests(
         requests: queries and rows of each request.
         scale: factor of the logits.
         attention: of one request; it returns the last rows, or all.
+        order: which rows come one after another, where ``requests`` does not mean the rows as they lie.
 
     Returns:
         Output [queries, heads, Dv] in q's dtype; lse [queries, heads], float32 or wider.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
+    if order is not None:
+        key_rows, value_rows = key_rows[order], value_rows[order]
+    key_rows, value_rows = key_rows.to(wide), value_rows.to(wide)
     output = q.new_zeros(*q.shape[:2], value_rows.shape[-1])
     lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
     for queries, rows in requests:
@@ -141,15 +149,19 @@ def paged(
     kv_indices: torch.Tensor,
     kv_last_page_len: torch.Tensor | None = None,
     page: int = 1,
-) -> Requests:
-    """Requests whose keys lie in listed pages of ``page`` rows, of which the last holds ``kv_last_page_len`` rows."""
+) -> tuple[Requests, torch.Tensor]:
+    """Requests whose keys lie in listed pages of ``page`` rows, of which the last holds ``kv_last_page_len`` rows.
+
+    Returns:
+        The requests over the rows of all listed pages, and where these rows are in the cache, int64.
+    """
     rows = (kv_indices.long()[:, None] * page + torch.arange(page, device=kv_indices.device)).flatten()
     fills = [page] * len(queries) if kv_last_page_len is None else kv_last_page_len.tolist()
     requests: Requests = []
     for own, pages, fill in zip(queries, spans(kv_indptr), fills, strict=True):
         begin, end = pages.start * page, pages.stop * page
-        requests.append((own, rows[begin : end - page + fill if end > begin else end]))
-    return requests
+        requests.append((own, slice(begin, end - page + fill if end > begin else end)))
+    return requests, rows
 
 
 def paged_decode(
@@ -162,8 +174,9 @@ def paged_decode(
     attention: Attend = attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query per request over a cache of one-token pages; float64 inputs are computed in float64."""
-    requests = paged(singles(len(q)), kv_indptr, kv_indices)
-    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+    requests, rows = paged(singles(len(q)), kv_indptr, kv_indices)
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return attend_requests(q, keys, values, requests, sm_scale, attention, rows)
 
 
 def paged_prefill(
@@ -177,8 +190,9 @@ def paged_prefill(
     attention: Attend = attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over a cache of one-token pages; float64 inputs are computed in float64."""
-    requests = paged(spans(qo_indptr), kv_indptr, kv_indices)
-    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+    requests, rows = paged(spans(qo_indptr), kv_indptr, kv_indices)
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return attend_requests(q, keys, values, requests, sm_scale, attention, rows)
 
 
 def page_prefill(
@@ -193,8 +207,9 @@ def page_prefill(
     attention: Attend = attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over a cache of longer pages; float64 inputs are computed in float64."""
-    requests = paged(spans(qo_indptr), kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
-    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+    requests, rows = paged(spans(qo_indptr), kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return attend_requests(q, keys, values, requests, sm_scale, attention, rows)
 
 
 def ragged_prefill(
@@ -297,8 +312,7 @@ def draw_inputs(
         else:
             values[name] = normal(generator, *spec[0], dtype=spec[1])
     if shape.get("poison"):
-        fills = [min(page, keys - first) for _, keys in requests_of(shape) for first in range(0, keys, page)]
-        listed = _listed(values["kv_indices"], fills, shape["P"], page)
+        listed = _listed(values["kv_indices"], shape, page)
         for name in names:
             if name.endswith("_cache"):
                 cache = values[name]
@@ -315,9 +329,15 @@ def _placement(generator: torch.Generator, pages: Sequence[int], pool: int, pref
     return ids
 
 
-def _listed(ids: torch.Tensor, fills: Sequence[int], pool: int, page: int) -> torch.Tensor:
-    """Which rows of which pages belong to a request, bool [pool, page]."""
-    used = torch.tensor(fills, dtype=torch.int32, device=ids.device)[:, None] > torch.arange(page, device=ids.device)
-    listed = torch.zeros(pool, page, dtype=torch.bool, device=ids.device)
-    listed[ids.long()] = used
+def _listed(ids: torch.Tensor, shape: Shape, page: int) -> torch.Tensor:
+    """Which rows of which pages belong to a request, bool [P, page]."""
+    fills = torch.full((len(ids), 1), page, device=ids.device)
+    known = layout(shape, page)
+    last = [
+        (end - 1, fill) for end, fill in zip(known["kv_indptr"][1:], known["kv_last_page_len"], strict=True) if fill
+    ]
+    places, rows = torch.tensor(last, device=ids.device).view(-1, 2).unbind(1)
+    fills[places] = rows[:, None]
+    listed = torch.zeros(shape["P"], page, dtype=torch.bool, device=ids.device)
+    listed[ids.long()] = fills > torch.arange(page, device=ids.device)
     return listed

@@ -41,7 +41,7 @@ import math
 
 import torch
 
-from mkb_env.problems.attention.common import Attend, attend, attend_requests, softmax_allowance
+from mkb_env.problems.attention.common import softmax_allowance
 from mkb_env.problems.contract import Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, offsets, permutation, uniform
 
@@ -162,15 +162,19 @@ def reference(
     kpe_cache: torch.Tensor,
     sparse_indices: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's formula, token by token; float64 inputs are computed in float64."""
-    q, values = torch.cat((q_nope, q_pe), dim=-1), ckv_cache.flatten(0, 1)
-    keys = torch.cat((values, kpe_cache.flatten(0, 1)), dim=-1)[:, None]
-    requests: list[tuple[slice, torch.Tensor | slice]] = [
-        (slice(t, t + 1), entries[entries >= 0].long()) for t, entries in enumerate(sparse_indices)
-    ]
-    return attend_requests(q, keys, values[:, None], requests, sm_scale, attention)
+    """The module's formula for all tokens at once; float64 inputs are computed in float64."""
+    wide = torch.promote_types(q_nope.dtype, torch.float32)
+    absent = sparse_indices < 0
+    rows = sparse_indices.long().clamp(min=0)
+    values, rotary = (cache.flatten(0, 1)[rows].to(wide) for cache in (ckv_cache, kpe_cache))
+    # A row that no list names may hold NaN, and 0 times NaN is NaN.
+    values.masked_fill_(absent[..., None], 0.0)
+    logits = (q_nope.to(wide) @ values.mT + q_pe.to(wide) @ rotary.mT) * sm_scale
+    logits.masked_fill_(absent[:, None], -math.inf)
+    empty = absent.all(dim=1)[:, None, None]
+    output = (logits.softmax(dim=-1).masked_fill(empty, 0.0) @ values).to(q_nope.dtype)
+    return output, logits.logsumexp(dim=-1) / math.log(2)
 
 
 allowance = softmax_allowance

@@ -126,8 +126,9 @@ def reference(
     attention: Attend = attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The module's formula, request by request; float64 inputs are computed in float64."""
-    requests = paged(singles(len(q)), kv_indptr, kv_indices, kv_last_page_len, page=64)
-    return attend_requests(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), requests, sm_scale, attention)
+    requests, rows = paged(singles(len(q)), kv_indptr, kv_indices, kv_last_page_len, page=64)
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return attend_requests(q, keys, values, requests, sm_scale, attention, rows)
 
 
 allowance = softmax_allowance

@@ -130,7 +130,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The module's formula, request by request; float64 inputs are computed in float64."""
     q, keys = torch.cat((q_nope, q_pe), dim=-1), torch.cat((ckv_cache, kpe_cache), dim=-1)
-    return attend_requests(q, keys, ckv_cache, paged(singles(len(q)), kv_indptr, kv_indices), sm_scale, attention)
+    requests, rows = paged(singles(len(q)), kv_indptr, kv_indices)
+    return attend_requests(q, keys, ckv_cache, requests, sm_scale, attention, rows)
 
 
 allowance = softmax_allowance

@@ -76,7 +76,7 @@ WORKLOADS = {
     "heldout": [
         {"B": 1, "S": 1000, "Hq": 4, "Hkv": 1, "D": 256, "scale": 0.0625, "softcap": 20.0, "factor": 1},
         {"B": 2, "S": 333, "Hq": 32, "Hkv": 16, "D": 128, "scale": 168**-0.5, "softcap": 30.0, "factor": 8},
-        {"B": 2, "S": 13, "Hq": 6, "Hkv": 2, "D": 32, "scale": 0.2, "softcap": 5.0, "factor": 1},
+        {"B": 2, "S": 29, "Hq": 6, "Hkv": 2, "D": 64, "scale": 0.1, "softcap": 20.0, "factor": 1},
     ],
 }
 
