@@ -50,6 +50,12 @@ def _chunked(chunk: int, operand: Callable[[torch.Tensor], torch.Tensor]) -> Cal
     return function
 
 
+def _by_token(*inputs: torch.Tensor) -> torch.Tensor:
+    q, k, v, g, beta = prepared(*inputs)
+    o, _ = token_delta_rule(q, k, v, g, beta, q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]))
+    return o.transpose(1, 2).bfloat16().contiguous()
+
+
 def _late_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return reference(q, k, v, torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1), beta)
 
@@ -79,6 +85,7 @@ WRONG = {
     "the prediction is not subtracted": _no_correction,
 }
 SECOND = {
-    "16 tokens at a time": _chunked(16, same),
+    "token by token": _by_token,
+    "8 tokens at a time": _chunked(8, same),
     "16 tokens at a time with bfloat16 operands, inverse in float32": _chunked(16, as_bf16),
 }

@@ -41,7 +41,7 @@ from torch.nn.functional import logsigmoid
 
 from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, permutation
-from mkb_env.problems.linear_attention.common import by_head, channel_scale, row_allowance, token_delta_rule, unit
+from mkb_env.problems.linear_attention.common import by_head, channel_scale, chunk_channel_rule, row_allowance, unit
 
 TITLE = "Delta rule with a decay per key channel, 16 heads of 128"
 NUMBER = 68
@@ -101,10 +101,8 @@ def prepared(
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """The module's formula, token by token; float64 inputs are computed in float64."""
-    heads = prepared(q, k, v, g, beta)
-    o, _ = token_delta_rule(*heads, heads[0].new_zeros(*v.shape[0:3:2], k.shape[-1], v.shape[-1]))
-    return o.transpose(1, 2).to(v.dtype).contiguous()
+    """The module's recurrence, 16 tokens at a time; float64 inputs are computed in float64."""
+    return chunk_channel_rule(*prepared(q, k, v, g, beta), chunk=16).transpose(1, 2).to(v.dtype).contiguous()
 
 
 def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:
