@@ -34,6 +34,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -122,12 +123,15 @@ def rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float) -> torch.Tensor:
-    """Softmax attention segment by segment, in the inputs' type, [T, 16, 80]."""
-    out = torch.empty_like(v)
+    """Softmax attention within each segment, those of one length at once; in the inputs' type, [T, 16, 80]."""
+    out, starts = torch.empty_like(v), defaultdict(list)
     for begin, end in pairwise(cu_seqlens.tolist()):
-        if begin < end:
-            logits = torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end]) * scale
-            out[begin:end] = torch.einsum("hij,jhd->ihd", logits.softmax(dim=-1), v[begin:end])
+        starts[end - begin].append(begin)
+    for length, begins in starts.items():
+        rows = torch.tensor(begins, device=q.device)[:, None] + torch.arange(length, device=q.device)
+        queries, keys, values = (x[rows].transpose(1, 2) for x in (q, k, v))
+        weights = (queries @ keys.mT * scale).softmax(dim=-1)
+        out[rows] = (weights @ values).transpose(1, 2)
     return out
 
 
