@@ -4,14 +4,13 @@ import dataclasses
 import math
 from typing import Any
 
-import honest
 import pytest
 import torch
 import toy
 
 from mkb_env.judge import draws, tolerance
 from mkb_env.judge.tolerance import QuickRule, compare, outside_mask, row_length
-from mkb_env.problems.contract import Allowance, Problem, Shape, load
+from mkb_env.problems.contract import Allowance, Problem, Shape, load, load_checks
 
 CPU = torch.device("cpu")
 ADD_NORM = "fused_add_rmsnorm_h4096_llama31_8b_bf16"
@@ -38,12 +37,8 @@ ADD_NORM_ODD = {"T": 40, "cancelling_rows": 3, "large_rows": 2, "small_rows": 2}
 NORM_ODD = {"R": 300, "zero_rows": 3, "large_rows": 2, "small_rows": 2}
 DECODE_ODD = {"lengths": [0, 1, 2000, 129], "P": 2500, "sm_scale": 0.1, "poison": True}
 CASES = [
-    (slug, shape, right, wrong)
-    for slug, odd, right, wrong in (
-        (ADD_NORM, ADD_NORM_ODD, honest.ADD_NORM_RIGHT, honest.ADD_NORM_WRONG),
-        (NORM, NORM_ODD, honest.NORM_RIGHT, honest.NORM_WRONG),
-        (DECODE, DECODE_ODD, honest.DECODE_RIGHT, honest.DECODE_WRONG),
-    )
+    (slug, shape, load_checks(slug).SECOND, load_checks(slug).WRONG)
+    for slug, odd in ((ADD_NORM, ADD_NORM_ODD), (NORM, NORM_ODD), (DECODE, DECODE_ODD))
     for shape in ("small", odd)
 ]
 
@@ -65,11 +60,12 @@ def rules(slug: str, workload: str | Shape) -> tuple[list[Problem], Shape]:
 
 @pytest.mark.parametrize(("slug", "workload", "compute"), cases(0))
 def test_honest_kernels_pass_with_room_to_spare(slug: str, workload: str | Shape, compute: Any) -> None:
-    problems, shape = rules(slug, workload)
-    for problem in problems:
-        for found, quick in judged(problem, shape, compute):
-            assert found.passed and quick
-            assert found.share < 0.5, "an honest kernel uses less than half of its allowance"
+    (own, general), shape = rules(slug, workload)
+    for found, quick in judged(own, shape, compute):
+        assert found.passed and quick
+        assert found.share < 0.5, "an honest kernel uses less than half of its allowance"
+    for found, quick in judged(general, shape, compute):
+        assert found.passed and quick
 
 
 @pytest.mark.parametrize(("slug", "workload", "compute"), cases(1))
@@ -80,7 +76,11 @@ def test_wrong_kernels_fail(slug: str, workload: str | Shape, compute: Any) -> N
 
 
 def test_a_missing_epsilon_shows_in_small_rows() -> None:
-    [(found, _)] = judged(load(NORM), NORM_ODD, lambda x, w: honest.norm(x.float(), w, 0.0).nan_to_num(0))
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return (x * x.square().mean(-1, keepdim=True).rsqrt() * weight.float()).nan_to_num(0).bfloat16()
+
+    [(found, _)] = judged(load(NORM), NORM_ODD, norm)
     assert not found.passed
 
 
