@@ -15,6 +15,8 @@ from mkb_env.problems.contract import Allowance
 from mkb_env.problems.drawing import normal, uniform
 
 Operand = Callable[[torch.Tensor], torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +70,7 @@ def chunk_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
+    *,
     chunk: int = 64,
     operand: Operand = same,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +134,7 @@ def chunk_channel_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor | None,
+    *,
     chunk: int,
     operand: Operand = same,
 ) -> torch.Tensor:
@@ -216,7 +220,7 @@ def channel_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Te
 
 
 def scan_within(
-    x: torch.Tensor, sums: torch.Tensor, Bm: torch.Tensor, Cm: torch.Tensor, operand: Operand = same
+    x: torch.Tensor, sums: torch.Tensor, Bm: torch.Tensor, Cm: torch.Tensor, *, operand: Operand = same
 ) -> torch.Tensor:
     """What tokens of the same chunk give to y, a state-space scan's output.
 
@@ -241,6 +245,7 @@ def chunk_scan(
     Bm: torch.Tensor,
     Cm: torch.Tensor,
     state: torch.Tensor,
+    *,
     chunk: int,
     operand: Operand = same,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -263,7 +268,7 @@ def chunk_scan(
     x, Bm, Cm = (pad(part, (0, 0, 0, tail)).unflatten(2, (-1, chunk)) for part in (x, Bm, Cm))
     alpha = pad(alpha, (0, tail)).unflatten(2, (-1, chunk))
     sums = segment_sums(alpha)
-    y, since, until = scan_within(x, sums, Bm, Cm, operand), alpha.cumsum(dim=-1).exp(), sums[..., -1, :].exp()
+    y, since, until = scan_within(x, sums, Bm, Cm, operand=operand), alpha.cumsum(dim=-1).exp(), sums[..., -1, :].exp()
     del sums
     writes = operand(x * until.unsqueeze(-1)).mT.unflatten(1, (groups, -1))
     gains = (writes @ operand(Bm).unsqueeze(2)).flatten(1, 2)
@@ -282,6 +287,7 @@ def scan_scale(
     Bm: torch.Tensor,
     Cm: torch.Tensor,
     state: torch.Tensor | None = None,
+    *,
     skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Root mean square [B, H, T, 1] that an element of y has for B and C in random directions.

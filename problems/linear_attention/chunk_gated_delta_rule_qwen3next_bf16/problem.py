@@ -44,6 +44,7 @@ from torch.nn.functional import softplus
 from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, permutation, uniform
 from mkb_env.problems.linear_attention.common import (
+    Five,
     by_head,
     chunk_delta_rule,
     delta_rule_scale,
@@ -101,9 +102,7 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     return q, k, v, g, beta
 
 
-def prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Five:
     """Wide, head first, normalised and scaled: the arguments of the delta rule but for its state."""
     wide, heads = torch.promote_types(q.dtype, torch.float32), v.shape[2]
     queries = l2n(by_head(q.to(wide), heads)) * q.shape[-1] ** -0.5

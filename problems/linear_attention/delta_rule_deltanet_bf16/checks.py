@@ -61,8 +61,8 @@ def _beta_on_values_only(*inputs: torch.Tensor) -> Outputs:
 
 
 def _value_major(*inputs: torch.Tensor) -> Outputs:
-    *tokens, state = inputs
-    o, last = reference(*tokens, state.mT)
+    q, k, v, beta, state = inputs
+    o, last = reference(q, k, v, beta, state.mT)
     return o, last.mT.contiguous()
 
 

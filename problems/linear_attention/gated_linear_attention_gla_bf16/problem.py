@@ -37,7 +37,7 @@ from torch.nn.functional import logsigmoid
 
 from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, permutation
-from mkb_env.problems.linear_attention.common import channel_scale, chunk_channel_rule, row_allowance
+from mkb_env.problems.linear_attention.common import Four, channel_scale, chunk_channel_rule, row_allowance
 
 TITLE = "Gated linear attention, 4 heads, keys of 256, values of 512"
 NUMBER = 69
@@ -81,11 +81,11 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     return q, k, v, gk
 
 
-def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gk: torch.Tensor) -> Four:
     """Wide and head first, the query scaled."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries, *others = (x.to(wide).transpose(1, 2) for x in (q, k, v, gk))
-    return queries * q.shape[-1] ** -0.5, *others
+    q, k, v, gk = (x.to(wide).transpose(1, 2) for x in (q, k, v, gk))
+    return q * q.shape[-1] ** -0.5, k, v, gk
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gk: torch.Tensor) -> torch.Tensor:

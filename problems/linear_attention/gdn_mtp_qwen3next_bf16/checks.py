@@ -67,8 +67,8 @@ def _sums_in_order(
 
 def _first_entries(*inputs: Any) -> Outputs:
     """Request r begins with entry r of the pool."""
-    index = torch.arange(len(inputs[0]), dtype=torch.int32, device=inputs[0].device)
-    return reference(*inputs[:3], inputs[3].nan_to_num(), index, *inputs[5:])
+    q, k, v, pool, _, *others = inputs
+    return reference(q, k, v, pool.nan_to_num(), torch.arange(len(q), device=q.device), *others)
 
 
 def _states_before(*inputs: Any) -> Outputs:
@@ -78,16 +78,13 @@ def _states_before(*inputs: Any) -> Outputs:
 
 def _no_rollover(*inputs: Any) -> Outputs:
     """Every token begins with the pool's state."""
-    parts = [
-        reference(*(x[:, t : t + 1] for x in inputs[:3]), *inputs[3:6], *_gates_at(inputs, t), inputs[9])
-        for t in range(inputs[0].shape[1])
-    ]
+    _, _, _, pool, state_idx, A_log, _, dt_bias, _, scale = inputs
+    parts = []
+    for t in range(inputs[0].shape[1]):
+        q, k, v, a, b = (inputs[place][:, t : t + 1] for place in (0, 1, 2, 6, 8))
+        parts.append(reference(q, k, v, pool, state_idx, A_log, a, dt_bias, b, scale))
     o, states = zip(*parts, strict=True)
     return torch.cat(o, 1), torch.cat(states, 1)
-
-
-def _gates_at(inputs: Sequence[Any], t: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return inputs[6][:, t : t + 1], inputs[7], inputs[8][:, t : t + 1]
 
 
 WRONG = {

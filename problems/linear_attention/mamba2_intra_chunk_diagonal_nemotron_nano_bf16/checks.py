@@ -45,7 +45,7 @@ def _against_transformers(inputs: Sequence[torch.Tensor], truth: Sequence[torch.
 def _weighed(operand: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     x, delta, dA, Bm, Cm = inputs
     scaled, alpha, entries, exits = prepared(x, delta, dA, Bm, Cm)
-    return scan_within(scaled, segment_sums(alpha), entries, exits, operand).permute(0, 2, 3, 1, 4).bfloat16()
+    return scan_within(scaled, segment_sums(alpha), entries, exits, operand=operand).permute(0, 2, 3, 1, 4).bfloat16()
 
 
 def _by_differences(operand: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

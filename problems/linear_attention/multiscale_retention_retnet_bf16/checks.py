@@ -30,7 +30,7 @@ def _chunked(chunk: int, operand: Callable[[torch.Tensor], torch.Tensor]) -> Cal
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         alpha = log_decays(q).expand(q.shape[:-1])
         state = torch.zeros(*q.shape[:2], v.shape[-1], k.shape[-1], device=q.device)
-        o, _, _ = chunk_scan(v.float(), alpha, k.float(), q.float(), state, chunk, operand)
+        o, _, _ = chunk_scan(v.float(), alpha, k.float(), q.float(), state, chunk=chunk, operand=operand)
         return (o * q.shape[-1] ** -0.5).bfloat16().contiguous()
 
     return function
