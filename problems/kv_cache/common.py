@@ -188,6 +188,8 @@ def assert_kept(after: torch.Tensor, before: torch.Tensor, written: Sequence[int
     others[torch.tensor(sorted(set(written)), dtype=torch.long)] = False
     others = others.to(before.device)
     got, want = after[others], before[others]
-    nan = want.isnan() if want.is_floating_point() else torch.zeros_like(want, dtype=torch.bool)
-    assert torch.equal(got[~nan], want[~nan].to(got.dtype)), "a slot that no token addresses changed"
+    nan = torch.zeros_like(want, dtype=torch.bool)
+    if want.is_floating_point():
+        nan, want = want.isnan(), with_signed_zeros(want)
+    assert torch.equal(got[~nan], want[~nan]), "a slot that no token addresses changed"
     assert bool((got[nan].abs() > 1e40).all()), "a NaN in a slot that no token addresses is gone"
