@@ -37,7 +37,7 @@ WorkloadOption = Annotated[
     str | None,
     typer.Option("--workload", "-w", help="small, full or heldout. Default: small in the simulator, full on a GPU."),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda, cuda:N or ray (a Ray cluster).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SourceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The submission; - reads stdin.")]
 
@@ -68,4 +68,11 @@ def open_judge(device: str) -> Judge:
             from mkb_env.devices.cuda import require
 
             require(device)
+        if device.startswith("ray"):
+            from mkb_env.servers.client import ServerError
+
+            try:
+                court.workers  # noqa: B018 - joins the cluster
+            except ServerError as error:
+                raise typer.BadParameter(str(error)) from None
     return court

@@ -85,7 +85,7 @@ def run(
             tell(f"{problem}, {dsl}: latency")
             warm, *single = _one_by_one(judge, fresh(problem, dsl, workload), share)
             tell(f"{problem}, {dsl}: throughput")
-            with Utilisation(None if judge.simulated else device) as busy:
+            with Utilisation(None if judge.simulated or device.startswith("ray") else device) as busy:
                 many, took = _side_by_side(pipeline, fresh(problem, dsl, workload), share)
             judged, spent = judged + len(many), spent + took
             rows.append(_row((dsl, problem, workload), single or [warm], many, took, busy.share))

@@ -7,7 +7,6 @@ validated here as untrusted data; an evaluator, which never sees the source, run
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,17 @@ import msgspec
 from mkb_env import dsl as dsls
 from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Facts, FactsJob, Job
 from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
+from mkb_env.judge.workers import Workers, check_device, hire
 from mkb_env.legality import check
 from mkb_env.plan import LaunchPlan, PlanError, decode, encode
 from mkb_env.problems import find
-from mkb_env.recorder.client import RecorderClient
 from mkb_env.recorder.protocol import Call, Failure, Limits, Recording, RecordRequest
-from mkb_env.servers.client import Outcome, ServerClient, ServerError, signal_name
+from mkb_env.servers.client import Outcome, ServerError, signal_name
 from mkb_env.task import brief
 
 EVALUATE_SECONDS = {"simulator": 240.0, "cuda": 60.0}
 """Wall clock of one evaluation, drawing and reference included, after which it is killed."""
 SIMULATOR_MEMORY_BYTES = 16 << 30
-ROOMS = ("judge", "devices", "problems", "recorder")
 T = TypeVar("T")
 
 
@@ -55,21 +53,20 @@ class Judge:
     """Judges submissions on one device.
 
     Args:
-        device: ``"simulator"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: the first GPU if there is one, else the
-            simulator.
+        device: ``"simulator"``, ``"cuda"``, ``"cuda:N"``; ``"auto"``: the first GPU if there is one, else the
+            simulator; or ``"ray"``: recorders and GPUs of a Ray cluster, or its simulators if it has no GPU
+            (:mod:`mkb_env.devices.ray`; ``"ray:cuda"`` and ``"ray:simulator"`` choose).
         limits: bounds on recording one submission.
 
     Raises:
-        ValueError: if ``device`` is none of these.
+        ValueError: if ``device`` is none of these, or Ray is not installed.
     """
 
     def __init__(self, device: str = "auto", limits: Limits | None = None) -> None:
-        if not re.fullmatch(r"auto|simulator|cuda(:\d+)?", device):
-            raise ValueError(f'device must be "auto", "simulator", "cuda" or "cuda:N", got {device!r}')
+        check_device(device)
         self.device = device
         self.limits = limits or Limits()
-        self._recorder = RecorderClient()
-        self._evaluator: ServerClient | None = None
+        self._workers: Workers | None = None
         self._described: dict[tuple[str, str], list[Described]] = {}
         self._device_name = ""
 
@@ -77,8 +74,8 @@ class Judge:
 
     @property
     def simulated(self) -> bool:
-        """Whether verdicts come from the simulator."""
-        return self._resolve() == "simulator"
+        """Whether verdicts come from the simulator. Raises ServerError if a cluster cannot be reached."""
+        return self.workers.device == "simulator"
 
     @property
     def default_workload(self) -> str:
@@ -92,25 +89,18 @@ class Judge:
             self._device_name = self._ask(DeviceJob(), str)
         return self._device_name
 
-    def _resolve(self) -> str:
-        if self.device == "auto":
-            from mkb_env.devices.cuda import available
-
-            self.device = "simulator" if available() else "cuda"
-        return self.device
+    @property
+    def workers(self) -> Workers:
+        """Who records and evaluates. Raises ServerError if they are of a cluster that cannot be reached."""
+        if self._workers is None:
+            self._workers = hire(self.device)
+            if self.device == "auto":
+                self.device = self._workers.device
+        return self._workers
 
     def _where(self) -> dict[str, Any]:
         """The verdict's device, by its own name once that is known; asking for it would start a server."""
-        return {"device": self._device_name or self._resolve(), "simulated": self.simulated}
-
-    def _server(self) -> ServerClient:
-        if self._evaluator is None:
-            kind, _, ordinal = self._resolve().partition(":")
-            if kind == "simulator":
-                self._evaluator = ServerClient("mkb_env.judge.evaluator", ROOMS)
-            else:
-                self._evaluator = ServerClient("mkb_env.judge.evaluator", ROOMS, "serial", ordinal or "0")
-        return self._evaluator
+        return {"device": self._device_name or self.workers.device, "simulated": self.simulated}
 
     def facts(self, problems: Sequence[str]) -> list[Facts]:
         """What is known of some problems at their full shapes. Raises ServerError if our side fails."""
@@ -137,10 +127,12 @@ class Judge:
         Raises:
             ValueError: if there is no such problem, DSL or workload.
         """
-        workload = self._check_names(problem, dsl, workload)
         started = time.monotonic()
         digest = hashlib.sha256(source.encode(errors="replace")).hexdigest()
-        base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload, "", source_sha256=digest, **self._where())
+        base = self._base(problem, dsl, workload, digest)
+        if base.message:
+            return base
+        workload = base.workload
         failure = check(source, dsl, inputs=brief(problem).inputs)
         if failure:
             return _with_failure(base, Recording(failure=failure), started)
@@ -198,17 +190,10 @@ class Judge:
         Raises:
             ValueError: if there is no such problem, workload or shape.
         """
-        workload = self._check_names(problem, plan.dsl, workload)
-        base = Verdict(
-            Stage.INFRA_ERROR,
-            problem,
-            plan.dsl,
-            workload,
-            "",
-            source_sha256=plan.source_sha256,
-            **self._where(),
-        )
         started = time.monotonic()
+        base = self._base(problem, plan.dsl, workload, plan.source_sha256)
+        if base.message:
+            return base
         try:
             evaluation = self._evaluate(base, shape, encode(plan), Asked(timing, draws, 0, on_progress))
         except ServerError as error:
@@ -225,7 +210,8 @@ class Judge:
             RecordingError: if the submission gives none.
             ServerError: if our side fails.
         """
-        workload = self._check_names(problem, dsl, workload)
+        _check_names(problem, dsl, workload)
+        workload = workload or self.default_workload
         failure = check(source, dsl, inputs=brief(problem).inputs)
         if failure:
             raise RecordingError(failure)
@@ -242,18 +228,24 @@ class Judge:
         return msgspec.structs.replace(plan, problem=problem, workload=workload, shape=shape)
 
     def close(self) -> None:
-        """Forget the servers; they end by themselves when nobody uses them (``mkb stop`` ends them now)."""
-        self._evaluator = None
+        """Forget the workers; servers end by themselves when nobody uses them (``mkb stop`` ends them now)."""
+        self._workers = None
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _check_names(self, problem: str, dsl: str, workload: str | None) -> str:
-        find(problem)
-        dsls.get(dsl)
-        workload = workload or self.default_workload
-        if workload not in ("full", "small", "heldout"):
-            raise ValueError(f"workload must be full, small or heldout, got {workload!r}")
-        return workload
+    def _base(self, problem: str, dsl: str, workload: str | None, digest: str) -> Verdict:
+        """The verdict before anything ran; with a message, it is final: there is nobody to do the work.
+
+        Raises:
+            ValueError: if there is no such problem, DSL or workload.
+        """
+        _check_names(problem, dsl, workload)
+        base = Verdict(Stage.INFRA_ERROR, problem, dsl, workload or "", "", source_sha256=digest, device=self.device)
+        try:
+            workload = workload or self.default_workload
+            return msgspec.structs.replace(base, workload=workload, **self._where())
+        except ServerError as error:
+            return msgspec.structs.replace(base, message=str(error))
 
     def _describe(self, problem: str, workload: str) -> list[Described]:
         key = problem, workload
@@ -269,7 +261,7 @@ class Judge:
 
     def _record(self, source: str, dsl: str, calls: list[Call], how: Asked) -> Recording:
         request = RecordRequest(source, dsl, tuple(calls), self.limits)
-        return self._recorder.record(request, how.on_progress, how.priority)
+        return self.workers.recorder.record(request, how.on_progress, how.priority)
 
     def _ask(self, job: Job, kind: type[T]) -> T:
         outcome = self._run(job, Asked(), 120.0)
@@ -282,7 +274,7 @@ class Judge:
             raise ServerError(f"the evaluator failed: {evaluation.message}") from None
 
     def _run(self, job: Job, how: Asked, seconds: float) -> Outcome:
-        return self._server().call(
+        return self.workers.evaluator.call(
             msgspec.msgpack.encode(job),
             seconds=seconds,
             memory_bytes=SIMULATOR_MEMORY_BYTES if self.simulated else 0,
@@ -297,7 +289,7 @@ class Judge:
         plan: bytes,
         how: Asked,
     ) -> Evaluation:
-        seconds = EVALUATE_SECONDS[self._resolve().partition(":")[0]]
+        seconds = EVALUATE_SECONDS[self.workers.device.partition(":")[0]]
         job = EvaluateJob(base.problem, base.workload, shape, plan, how.timing, how.draws)
         outcome = self._run(job, how, seconds)
         if outcome.result is not None:
@@ -308,6 +300,13 @@ class Judge:
                 Stage.TIMEOUT, f"the kernels were not done after {seconds:g} s ({where})", **self._where()
             )
         return Evaluation(Stage.INFRA_ERROR, f"the evaluator gave no answer: {_ending(outcome)}", **self._where())
+
+
+def _check_names(problem: str, dsl: str, workload: str | None) -> None:
+    find(problem)
+    dsls.get(dsl)
+    if workload not in (None, "full", "small", "heldout"):
+        raise ValueError(f"workload must be full, small or heldout, got {workload!r}")
 
 
 def _ending(outcome: Outcome) -> str:

@@ -8,7 +8,6 @@ an episode that waits may overtake those of a bulk run, here and in the servers.
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import threading
 import time
@@ -26,6 +25,9 @@ EPISODE, BULK = 0, 10
 """Priorities: an environment's step, of which an agent waits for the answer, and a run over many submissions."""
 AHEAD = 2
 """Submissions per device that are past their recording, or nearly, so that the device never waits."""
+
+MOST_THREADS = 512
+"""More gain nothing: one process has no time to attend to so many (docs/scale.md)."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class Pipeline:
 
     Args:
         devices: as for :class:`Judge`, one per GPU; verdicts come from whichever has the least to do.
-        recorders: recordings at a time, by default one per CPU.
+        recorders: recordings at a time, by default one per CPU, of this machine or of the Ray cluster.
         waiting: submissions that may wait for a thread before :meth:`submit` blocks.
         attempts: how often a submission is tried in all if our side fails.
         limits: bounds on recording one submission.
 
     Raises:
         ValueError: if no device is given, or one that Judge does not know.
+        ServerError: if a device is of a Ray cluster that cannot be reached.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class Pipeline:
         self._attempts = attempts
         self._arrivals = itertools.count()
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue(waiting)
-        self.recorders = recorders or os.cpu_count() or 1
-        count = self.recorders + AHEAD * len(self._judges)
+        workers = [judge.workers for judge in self._judges.values()]
+        self.recorders = recorders or sum({each.place: each.recorders for each in workers}.values())
+        count = min(self.recorders + AHEAD * sum(each.evaluators for each in workers), MOST_THREADS)
         self._threads = [threading.Thread(target=self._work, name=f"judge-{n}", daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()

@@ -64,6 +64,11 @@ def _unsigned_zeros(*inputs: Any) -> torch.Tensor:
     return torch.where(out == 0, 0.0, out)
 
 
+def _divided(values: torch.Tensor, scale: float) -> torch.Tensor:
+    # A tensor divisor: CUDA multiplies by the reciprocal of a Python one, which is the scale again.
+    return values.float() / torch.full((), 1 / scale, device=values.device)
+
+
 def _nan_as_480(values: torch.Tensor, scale: float) -> torch.Tensor:
     """The NaN codes as the numbers that their bits would be in a format without NaN."""
     wide = values.float()
@@ -74,7 +79,7 @@ def _nan_as_480(values: torch.Tensor, scale: float) -> torch.Tensor:
 WRONG = {
     "product in float64 with the unrounded scale": _scaled(lambda values, scale: (values.double() * scale).float()),
     "product rounded to bfloat16": _scaled(lambda values, scale: (values.float() * scale).bfloat16().float()),
-    "division by the reciprocal of the scale": _scaled(lambda values, scale: values.float() / (1 / scale)),
+    "division by the reciprocal of the scale": _scaled(_divided),
     "zeros without their sign": _unsigned_zeros,
     "NaN codes as 480": _scaled(_nan_as_480),
     "page padding kept between requests": _whole_pages,
