@@ -68,6 +68,8 @@ def connect() -> None:
 def _join(address: str) -> None:
     import ray
 
+    if ":" in address and "//" not in address and not _listens(address):  # Ray itself would try for minutes
+        raise ConnectionError("nothing listens there")
     ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
 
 
@@ -97,6 +99,6 @@ def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), 2).close()
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True
