@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,12 @@ from mkb_env.problems.contract import Allowance, Shape, Spec
 from mkb_env.problems.drawing import normal, offsets, permutation
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-"""Attention of one request: (q, keys, values, scale) -> (output, lse), as :func:`attend`."""
+"""Attention of one request: (q, keys, values, scale) -> (output, lse), by the rule of :func:`attend_requests`."""
 Requests = list[tuple[slice, slice]]
 """Per request: where its queries are, and where the rows of its keys and values."""
 QUERIES_AT_ONCE = 512
+ELEMENTS_AT_ONCE = 1 << 26
+"""Of logits, and of gathered keys: bounds what a padded group of requests takes."""
 
 
 def half_turn(x: torch.Tensor) -> torch.Tensor:
@@ -57,53 +60,19 @@ def tf32_allowance(anchor: torch.Tensor, zeros: bool = False) -> Allowance:
 # -- requests with queries and keys of their own: softmax attention, causal and aligned at the end ---------------------
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of one request's queries over its keys, in float32 or wider.
-
-    Of n queries and m keys, query i sees key j iff j <= i + m - n; a single query sees every key. Query head h reads
-    key/value head h // (heads / kv_heads).
-
-    Args:
-        q: [n, heads, D].
-        keys: [m, kv_heads, D].
-        values: [m, kv_heads, Dv].
-        scale: factor of the logits.
-
-    Returns:
-        Output [k, heads, Dv] and base-2 log-sum-exp [k, heads] of the last k = min(n, m) queries: those that see a key.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    n, m, kv_heads = len(q), len(keys), keys.shape[1]
-    keys, values = keys.to(wide).transpose(0, 1), values.to(wide).transpose(0, 1)
-    outputs: list[torch.Tensor] = []
-    lses: list[torch.Tensor] = []
-    for begin in range(max(0, n - m), n, QUERIES_AT_ONCE):
-        end = min(begin + QUERIES_AT_ONCE, n)
-        seen = m - n + end  # keys that the last query of this part sees
-        queries = q[begin:end].to(wide).unflatten(1, (kv_heads, -1)).transpose(0, 1)
-        logits = queries.flatten(1, 2) @ keys[:, :seen].mT * scale
-        if n > 1:
-            later = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).triu(m - n + begin + 1)
-            logits.unflatten(1, queries.shape[1:3]).masked_fill_(later[:, None], -math.inf)
-        lse, output = logits.logsumexp(dim=-1) / math.log(2), logits.softmax(dim=-1) @ values[:, :seen]
-        by_query = (tensor.unflatten(1, queries.shape[1:3]).transpose(0, 1).flatten(1, 2) for tensor in (lse, output))
-        for results, result in zip((lses, outputs), by_query, strict=True):
-            results.append(result)
-    return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
-
-
 def attend_requests(
     q: torch.Tensor,
     key_rows: torch.Tensor,
     value_rows: torch.Tensor,
     requests: Requests,
     scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
     order: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention`` request by request; rows that see no key have output 0 and lse -inf.
+    """Softmax attention of each request's queries over its keys, in float32 or wider.
+
+    Of a request's n queries and m keys, query i sees key j iff j <= i + m - n; a single query sees every key. Query
+    head h reads key/value head h // (heads / kv_heads). Rows that see no key have output 0 and lse -inf.
 
     Args:
         q: [queries, heads, D].
@@ -111,26 +80,73 @@ def attend_requests(
         value_rows: [rows, kv_heads, Dv].
         requests: queries and rows of each request.
         scale: factor of the logits.
-        attention: of one request; it returns the last rows, or all.
+        attention: of one request, in place of this one; it returns the last rows, or all.
         order: which rows come one after another, where ``requests`` does not mean the rows as they lie.
 
     Returns:
-        Output [queries, heads, Dv] in q's dtype; lse [queries, heads], float32 or wider.
+        Output [queries, heads, Dv] in q's dtype; base-2 log-sum-exp [queries, heads], float32 or wider.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if order is not None:
         key_rows, value_rows = key_rows[order], value_rows[order]
-    key_rows, value_rows = key_rows.to(wide), value_rows.to(wide)
-    output = q.new_zeros(*q.shape[:2], value_rows.shape[-1])
-    lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+    keys, values = key_rows.to(wide), value_rows.to(wide)
+    output = q.new_zeros(len(q) + 1, *q.shape[1:-1], values.shape[-1])  # the last row is for padding
+    lse = torch.full(output.shape[:2], -math.inf, dtype=wide, device=q.device)
+    if attention is None:
+        for part in _alike(requests, q.shape[1], keys[0].numel()):
+            _attend_alike(q, keys, values, part, scale, (output, lse))
+        return output[:-1], lse[:-1]
     for queries, rows in requests:
-        keys = key_rows[rows]
-        if queries.start == queries.stop or not len(keys):
-            continue
-        found, sums = attention(q[queries], keys, value_rows[rows], scale)
-        last = slice(queries.stop - len(found), queries.stop)
-        output[last], lse[last] = found, sums
-    return output, lse
+        if queries.start < queries.stop and rows.start < rows.stop:
+            found, sums = attention(q[queries], keys[rows], values[rows], scale)
+            last = slice(queries.stop - len(found), queries.stop)
+            output[last], lse[last] = found, sums
+    return output[:-1], lse[:-1]
+
+
+def _alike(requests: Requests, heads: int, width: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Requests of similar size, as (first query, queries, first key, keys) of those queries that see a key.
+
+    Numbers of queries, at most ``QUERIES_AT_ONCE``, and of keys are within a factor of two in each list.
+    """
+    groups = defaultdict(list)
+    for queries, rows in requests:
+        n, m = queries.stop - queries.start, rows.stop - rows.start
+        for begin in range(max(0, n - m), n, QUERIES_AT_ONCE):
+            end = min(begin + QUERIES_AT_ONCE, n)
+            seen = m - n + end  # keys that the last of these queries sees
+            size = (end - begin - 1).bit_length(), (seen - 1).bit_length()
+            groups[size].append((queries.start + begin, end - begin, rows.start, seen))
+    for (n, m), group in groups.items():
+        most = max(1, ELEMENTS_AT_ONCE // max(heads << (n + m), width << m))
+        yield from (group[first : first + most] for first in range(0, len(group), most))
+
+
+def _attend_alike(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: list[tuple[int, int, int, int]],
+    scale: float,
+    results: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Attention of R requests, padded to the largest, into the output and the lse."""
+    first_query, n, first_key, m = torch.tensor(part, device=q.device)[..., None].unbind(1)
+    i, j = (torch.arange(max(sizes), device=q.device) for sizes in list(zip(*part, strict=True))[1::2])
+    rows = (first_key + j).clamp(max=len(keys) - 1)
+    own = q[(first_query + i).clamp(max=len(q) - 1)].to(keys.dtype)
+    queries = own.unflatten(2, (keys.shape[1], -1)).transpose(1, 2)  # [R, kv_heads, N, G, D]
+    # Rows past a request's keys may hold NaN, and 0 times NaN is NaN.
+    present = (j < m)[..., None, None]
+    own_keys, own_values = keys[rows].transpose(1, 2), values[rows].masked_fill_(~present, 0.0).transpose(1, 2)
+    hidden = j > i[:, None] + (m - n)[..., None]
+    logits = queries.flatten(2, 3) @ own_keys.mT * scale
+    logits.unflatten(2, queries.shape[2:4]).masked_fill_(hidden[:, None, :, None], -math.inf)
+    output, lse = logits.softmax(dim=-1) @ own_values, logits.logsumexp(dim=-1) / math.log(2)
+    places = torch.where(i < n, first_query + i, len(q))
+    for result, found in zip(results, (output, lse), strict=True):
+        by_query = found.unflatten(2, queries.shape[2:4]).transpose(1, 2).flatten(2, 3)
+        result[places] = by_query.to(result.dtype)
 
 
 def spans(indptr: torch.Tensor) -> list[slice]:
@@ -171,7 +187,7 @@ def paged_decode(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query per request over a cache of one-token pages; float64 inputs are computed in float64."""
     requests, rows = paged(singles(len(q)), kv_indptr, kv_indices)
@@ -187,7 +203,7 @@ def paged_prefill(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over a cache of one-token pages; float64 inputs are computed in float64."""
     requests, rows = paged(spans(qo_indptr), kv_indptr, kv_indices)
@@ -204,7 +220,7 @@ def page_prefill(
     kv_indices: torch.Tensor,
     kv_last_page_len: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over a cache of longer pages; float64 inputs are computed in float64."""
     requests, rows = paged(spans(qo_indptr), kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
@@ -219,7 +235,7 @@ def ragged_prefill(
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over contiguous keys and values; float64 inputs are computed in float64."""
     requests: Requests = list(zip(spans(qo_indptr), spans(kv_indptr), strict=True))

@@ -44,7 +44,6 @@ import torch
 
 from mkb_env.problems.attention.common import (
     Attend,
-    attend,
     attend_requests,
     counts,
     draw_inputs,
@@ -123,9 +122,9 @@ def reference(
     kv_indices: torch.Tensor,
     kv_last_page_len: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's formula, request by request; float64 inputs are computed in float64."""
+    """The module's formula; float64 inputs are computed in float64."""
     requests, rows = paged(singles(len(q)), kv_indptr, kv_indices, kv_last_page_len, page=64)
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     return attend_requests(q, keys, values, requests, sm_scale, attention, rows)

@@ -49,7 +49,6 @@ import torch
 
 from mkb_env.problems.attention.common import (
     Attend,
-    attend,
     attend_requests,
     counts,
     draw_inputs,
@@ -147,9 +146,9 @@ def reference(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     sm_scale: float,
-    attention: Attend = attend,
+    attention: Attend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's formula, request by request; float64 inputs are computed in float64."""
+    """The module's formula; float64 inputs are computed in float64."""
     q, keys = torch.cat((q_nope, q_pe), dim=-1), torch.cat((ckv_cache, kpe_cache), dim=-1)
     requests, rows = paged(spans(qo_indptr), kv_indptr, kv_indices)
     return attend_requests(q, keys, ckv_cache, requests, sm_scale, attention, rows)
