@@ -162,7 +162,10 @@ def reference(
             p = logits.masked_fill_(padding[b], -torch.inf).softmax(dim=-1)
             out[b, :, heads] = torch.einsum("nij,jnd->ind", p, v[b, :, heads])
     out.masked_fill_(padding[..., None, None], 0.0)
-    return out[:, text:].flatten(2).contiguous(), out[:, :text].flatten(2).contiguous()
+    image, words = (
+        part.flatten(2).clone(memory_format=torch.contiguous_format) for part in (out[:, text:], out[:, :text])
+    )
+    return image, words
 
 
 def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:
