@@ -52,6 +52,10 @@ def _timing(timing: Timing) -> str:
     text = f"speed-up {speedup.value:.3f}, 95 % interval {speedup.low:.3f} to {speedup.high:.3f} ({timing.draws} draws)"
     if device := timing.device_speedup:
         text += f"; on the device alone {device.value:.3f}, {device.low:.3f} to {device.high:.3f}"
+    if timing.impossible:
+        return f"{text}; the time is below what the device can do at all: it does not count as a measurement"
+    if timing.bound_us:
+        text += f"; {timing.roofline:.0%} of the roofline (at least {timing.bound_us:.1f} us)"
     return text
 
 

@@ -202,17 +202,27 @@ def replay(
 
 
 @app.command()
-def doctor(device: DeviceOption = "auto", json: JsonOption = False) -> None:
+def doctor(
+    device: DeviceOption = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the GPU's ceilings and keep them.")] = False,
+    json: JsonOption = False,
+) -> None:
     """Say what this machine can do and what is missing; judge one known-good kernel per DSL."""
-    from mkb_env.cli.doctor import examine, show_checks
+    from mkb_env.cli.doctor import examine, show_ceilings, show_checks
+    from mkb_env.judge.roofline import keep
 
     court = open_judge(device)
+    with misuse():
+        ceilings = court.measure() if measure else None
+    kept = keep(ceilings) if ceilings else None
     checks = examine(court)
     healthy = all(check.ok or not check.required for check in checks)
     if json:
-        print_json({"healthy": healthy, "checks": checks})
+        print_json({"healthy": healthy, "checks": checks, "ceilings": ceilings, "kept": kept and str(kept)})
     else:
         show_checks(checks, healthy)
+        if ceilings:
+            show_ceilings(ceilings, str(kept))
     raise typer.Exit(0 if healthy else 1)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from mkb_env.judge.client import Judge
+    from mkb_env.judge.roofline import Ceilings
 
 KNOWN_GOOD = "rmsnorm_h128_qwen3_30b_bf16"
 """The problem whose kernels are judged: the smallest."""
@@ -127,3 +128,11 @@ def show_checks(checks: list[Check], healthy: bool) -> None:
         if check.fix:
             print(textwrap.fill(f"-> {check.fix}", 79, initial_indent=" " * 8, subsequent_indent=" " * 11))
     print("This machine can judge." if healthy else "This machine cannot judge: see above.")
+
+
+def show_ceilings(ceilings: Ceilings, kept: str) -> None:
+    """Print what was measured."""
+    print(f"{ceilings.device}: {ceilings.bytes_per_us / 1e6:.2f} TB/s copied")
+    for unit, rate in ceilings.flops_per_us.items():
+        print(f"  {unit} products: {rate / 1e6:.0f} TFLOP/s")
+    print(f"kept in {kept}; rooflines of later verdicts on this device go by it")

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from mkb_env import dsl as dsls
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Facts, FactsJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Facts, FactsJob, Job, MeasureJob
+from mkb_env.judge.roofline import Ceilings
 from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
 from mkb_env.judge.workers import Workers, check_device, hire
 from mkb_env.legality import check
@@ -105,6 +106,12 @@ class Judge:
     def facts(self, problems: Sequence[str]) -> list[Facts]:
         """What is known of some problems at their full shapes. Raises ServerError if our side fails."""
         return self._ask(FactsJob(tuple(problems)), list[Facts])
+
+    def measure(self) -> Ceilings:
+        """What the device can do at the most, measured now. Raises ServerError; ValueError for the simulator."""
+        if self.simulated:
+            raise ValueError("only a GPU can be measured, and this is the simulator; give --device cuda")
+        return self._ask(MeasureJob(), Ceilings)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from mkb_env.devices.base import Device, DeviceFault, LoadedPlan, short_name
-from mkb_env.judge import diff, draws, structure, timing, tolerance
+from mkb_env.judge import diff, draws, roofline, structure, timing, tolerance
 from mkb_env.judge.eager import eager_us
 from mkb_env.judge.guard import plan_at_fault
 from mkb_env.judge.statistics import certain
@@ -264,6 +264,7 @@ class _Judge:
             draws=0,
             simulated=True,
             device=self.device.name,
+            **self._roofline(kernel_us, roofline.H200),
         )
 
     def _measure(self, loaded: LoadedPlan) -> Timing:
@@ -293,15 +294,25 @@ class _Judge:
         )
         self.seeds += seeds
         self.place = "timing inside CUDA graphs"
+        kernel_us = statistics.median(samples.kernel)
         return Timing(
-            kernel_us=statistics.median(samples.kernel),
+            kernel_us=kernel_us,
             baseline_us=statistics.median(samples.baseline),
             speedup=ratio,
             device_speedup=timing.device_only(bench),
             draws=len(samples.kernel),
             simulated=False,
             device=self.device.name,
+            **self._roofline(kernel_us, roofline.ceilings_of(self.device.name)),
         )
+
+    def _roofline(self, kernel_us: float, ceilings: roofline.Ceilings) -> dict[str, Any]:
+        cost = self.problem.cost(self.shape)
+        return {
+            "bound_us": roofline.bound_us(cost, ceilings),
+            "roofline": roofline.score(cost, kernel_us, ceilings),
+            "impossible": not self.device.simulated and roofline.is_impossible(cost, kernel_us),
+        }
 
     def _check_timed(
         self,

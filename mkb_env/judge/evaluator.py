@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from mkb_env.devices.base import Device, DeviceFault
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job, MeasureJob
 from mkb_env.judge.verdict import Evaluation, Stage
 
 STALL_SECONDS = 20.0
@@ -39,6 +39,10 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
     device = device or _simulator()
     if isinstance(job, DeviceJob):
         return msgspec.msgpack.encode(device.name)
+    if isinstance(job, MeasureJob):
+        from mkb_env.judge.ceilings import measure
+
+        return msgspec.msgpack.encode(measure(device))
     assert isinstance(job, EvaluateJob)
     problem = load(job.problem)
     try:

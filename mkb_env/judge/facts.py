@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 
 from mkb_env.judge.jobs import Facts, TensorFacts
+from mkb_env.judge.roofline import bound_us, is_memory_bound
 from mkb_env.problems import DSLS, Problem
-from mkb_env.problems.contract import Cost, Shape, Spec
+from mkb_env.problems.contract import Shape, Spec
 
-H200_BYTES_PER_US = 4.8e6
-H200_FLOPS_PER_US = {"bf16": 989e6, "fp8": 1979e6, "tf32": 495e6, "fp32": 67e6}
-"""Peaks of an H200 SXM (datasheet): memory bandwidth, dense tensor cores by operand type, CUDA cores for fp32."""
 DTYPE_WORDS = ("bf16", "fp32", "fp8", "nvfp4", "uint8", "int32", "int64")
-
-
-def roofline_us(cost: Cost) -> float:
-    """The longer of moving ``cost.bytes`` and computing ``cost.flops`` at an H200's peaks, in microseconds."""
-    return max(cost.bytes / H200_BYTES_PER_US, cost.flops / H200_FLOPS_PER_US[cost.unit])
 
 
 def dtype_of(slug: str) -> str:
@@ -43,8 +36,8 @@ def facts(problem: Problem) -> Facts:
         bytes=cost.bytes,
         flops=cost.flops,
         unit=cost.unit,
-        roofline_us=roofline_us(cost),
-        memory_bound=cost.bytes / H200_BYTES_PER_US >= roofline_us(cost),
+        roofline_us=bound_us(cost),
+        memory_bound=is_memory_bound(cost),
         kernels=tuple(dsl for dsl in DSLS if problem.ref.baseline(dsl)),
     )
 

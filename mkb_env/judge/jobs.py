@@ -81,4 +81,8 @@ class DeviceJob(msgspec.Struct, frozen=True, tag="device"):
     """Name the device."""
 
 
-Job = DescribeJob | FactsJob | EvaluateJob | DeviceJob
+class MeasureJob(msgspec.Struct, frozen=True, tag="measure"):
+    """Measure the device's ceilings (see :mod:`mkb_env.judge.ceilings`)."""
+
+
+Job = DescribeJob | FactsJob | EvaluateJob | DeviceJob | MeasureJob

@@ -92,6 +92,12 @@ class Timing(msgspec.Struct, frozen=True):
     simulated: bool
     """True: an estimate by the simulator's model, not a measurement."""
     device: str
+    bound_us: float = 0.0
+    """The least time that the problem's bytes and operations take: the roofline, by measured ceilings if there are."""
+    roofline: float = 0.0
+    """The bound over the kernel's time, at most 1."""
+    impossible: bool = False
+    """Whether the time is below what the device's peaks allow: no such time can be right."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from mkb_env.servers.wire import (
 ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
     "MKB_RUNTIME_DIR", "MKB_IDLE_SECONDS", "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_HOME", "OMP_NUM_THREADS",
-    "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
+    "MKB_CONFIG_DIR", "XDG_CONFIG_HOME", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
 )  # fmt: skip
 """Variables a server inherits. Everything else (keys above all) stays out of processes that run untrusted code."""
 
