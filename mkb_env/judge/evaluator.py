@@ -17,8 +17,8 @@ from mkb_env.devices.base import Device, DeviceFault
 from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job, MeasureJob
 from mkb_env.judge.verdict import Evaluation, Stage
 
-STALL_SECONDS = 20.0
-"""A draw takes a fraction of a second on a GPU; one that is not done after this long hangs."""
+STALL_SECONDS = 8.0
+"""A draw, its reference and its anchor take well under a second on a GPU; one that is not done after this long hangs."""
 
 
 def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -> bytes:

@@ -31,7 +31,7 @@ FLUSH_FACTOR = 2.5
 """The flush overwrites this many times the L2 cache's size."""
 GROWTH = 1.5
 """Draws are added until there are this many times as many, then the interval is computed again."""
-GRAPH_REPLAYS = 30
+GRAPH_REPLAYS = 12
 
 
 @dataclass(frozen=True)

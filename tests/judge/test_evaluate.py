@@ -48,7 +48,7 @@ def test_expected_values_do_not_exist_while_the_candidate_runs(monkeypatch: pyte
     monkeypatch.setattr(bound, "run", toy.logged(bound.run, log, "run"))
     problem = toy.problem(reference=toy.logged(toy.reference, log, "reference"))
     assert judge(toy.plan(), problem, device, correctness_draws=2, timing=False).stage is Stage.PASSED
-    assert log == ["run", "reference", "reference"] * 2
+    assert log == ["run", "reference", "reference", "run", "run", "reference", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -152,3 +152,10 @@ def test_inputs_that_differ_by_themselves_are_not_blamed_on_the_kernel() -> None
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def test_a_plan_that_answers_otherwise_the_second_time_is_caught() -> None:
+    result = judge(toy.plan(toy.DRIFT.format(calls=5)), correctness_draws=5, timing=False)
+    assert result.stage is Stage.INCORRECT
+    assert "second run on the same inputs" in result.message and "a race" in result.message
+    assert judge(toy.plan(toy.DRIFT.format(calls=6)), correctness_draws=5, timing=False).stage is Stage.PASSED
