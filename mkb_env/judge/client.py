@@ -15,7 +15,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from mkb_env import dsl as dsls
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, Facts, FactsJob, Job, MeasureJob
+from mkb_env.judge.jobs import (
+    Described,
+    DescribeJob,
+    DeviceJob,
+    EvaluateJob,
+    Facts,
+    FactsJob,
+    Job,
+    MeasureJob,
+    Spread,
+    SpreadJob,
+)
 from mkb_env.judge.roofline import Ceilings
 from mkb_env.judge.verdict import Evaluation, Stage, Verdict, clip
 from mkb_env.judge.workers import Workers, check_device, hire
@@ -112,6 +123,13 @@ class Judge:
         if self.simulated:
             raise ValueError("only a GPU can be measured, and this is the simulator; give --device cuda")
         return self._ask(MeasureJob(), Ceilings)
+
+    def spread(self, plan: LaunchPlan, comparisons: int) -> Spread:
+        """A recorded plan timed against itself. Raises ServerError; ValueError for the simulator."""
+        if self.simulated:
+            raise ValueError("the simulator's times have no spread; give --device cuda")
+        job = SpreadJob(plan.problem, plan.workload, plan.shape, encode(plan), comparisons)
+        return self._ask(job, Spread, seconds=60.0 + 20.0 * comparisons)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 
@@ -270,8 +288,8 @@ class Judge:
         request = RecordRequest(source, dsl, tuple(calls), self.limits)
         return self.workers.recorder.record(request, how.on_progress, how.priority)
 
-    def _ask(self, job: Job, kind: type[T]) -> T:
-        outcome = self._run(job, Asked(), 120.0)
+    def _ask(self, job: Job, kind: type[T], seconds: float = 120.0) -> T:
+        outcome = self._run(job, Asked(), seconds)
         if outcome.result is None:
             raise ServerError(f"the evaluator gave no answer: {_ending(outcome)}")
         try:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from mkb_env.devices.base import Device, DeviceFault
-from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job, MeasureJob
+from mkb_env.judge.jobs import Described, DescribeJob, DeviceJob, EvaluateJob, FactsJob, Job, MeasureJob, SpreadJob
 from mkb_env.judge.verdict import Evaluation, Stage
 
 STALL_SECONDS = 8.0
-"""A draw, its reference and its anchor take well under a second on a GPU; one that is not done after this long hangs."""
+"""A draw, its reference and its anchor take well under a second on a GPU; what is not done after this long hangs."""
 
 
 def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -> bytes:
@@ -43,6 +43,15 @@ def do(payload: bytes, device: Device | None, progress: Callable[[str], None]) -
         from mkb_env.judge.ceilings import measure
 
         return msgspec.msgpack.encode(measure(device))
+    if isinstance(job, SpreadJob):
+        from mkb_env.judge.spread import compare_with_itself
+
+        problem = load(job.problem)
+        shape = problem.shapes(job.workload)[job.shape]
+        found = compare_with_itself(
+            problem, shape, decode(job.plan), device, job.comparisons, lambda done: progress(f"spread {done}")
+        )
+        return msgspec.msgpack.encode(found)
     assert isinstance(job, EvaluateJob)
     problem = load(job.problem)
     try:

@@ -77,6 +77,30 @@ class EvaluateJob(msgspec.Struct, frozen=True, tag="evaluate"):
     draws: int = 5
 
 
+class SpreadJob(msgspec.Struct, frozen=True, tag="spread"):
+    """Time a plan against itself (see :mod:`mkb_env.judge.spread`)."""
+
+    problem: str
+    workload: str
+    shape: int
+    plan: bytes
+    comparisons: int
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """What A/A comparisons showed."""
+
+    comparisons: int
+    kernel_us: float
+    """Median time of the kernel."""
+    covered: float
+    """Share of the 95 % intervals that hold 1."""
+    half_width: float
+    """Median half-width of the intervals."""
+    largest_error: float
+    """The ratio farthest from 1, as a distance."""
+
+
 class DeviceJob(msgspec.Struct, frozen=True, tag="device"):
     """Name the device."""
 
@@ -85,4 +109,4 @@ class MeasureJob(msgspec.Struct, frozen=True, tag="measure"):
     """Measure the device's ceilings (see :mod:`mkb_env.judge.ceilings`)."""
 
 
-Job = DescribeJob | FactsJob | EvaluateJob | DeviceJob | MeasureJob
+Job = DescribeJob | FactsJob | EvaluateJob | DeviceJob | MeasureJob | SpreadJob

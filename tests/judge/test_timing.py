@@ -10,7 +10,9 @@ import toy
 
 from mkb_env.devices.simulator import SimulatorDevice
 from mkb_env.judge import draws, evaluate, timing
-from mkb_env.judge.verdict import Stage
+from mkb_env.judge.evaluate import EvaluateOptions
+from mkb_env.judge.spread import compare_with_itself, summarise
+from mkb_env.judge.verdict import Interval, Stage
 
 
 class WallClock:
@@ -81,3 +83,21 @@ def test_a_wrong_timed_answer_ends_as_incorrect(device: SimulatorDevice, monkeyp
     late = evaluate.evaluate(toy.problem(), toy.SHAPE, toy.plan(toy.DRIFT.format(calls=7)), device, options)
     assert late.stage is Stage.INCORRECT and "a timed draw" in late.message, late.message
     assert [diff.passed for diff in late.diffs] == [False] and late.kernels
+
+
+def test_a_plan_may_be_timed_against_itself(device: SimulatorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "Stopwatch", lambda device: WallClock())
+    done: list[int] = []
+    options = EvaluateOptions(min_draws=8, max_draws=8)
+    found = compare_with_itself(toy.problem(), toy.SHAPE, toy.plan(), device, 3, done.append, options)
+    assert found.comparisons == 3 and done == [1, 2, 3]
+    assert found.kernel_us > 0 and 0 <= found.covered <= 1 and found.half_width > 0
+
+
+def test_the_spread_of_comparisons() -> None:
+    found = summarise(
+        [Interval(1.0, 0.99, 1.01), Interval(1.02, 1.01, 1.03), Interval(0.97, 0.9, 1.04)], [3.0, 1.0, 2.0]
+    )
+    assert (found.comparisons, found.kernel_us) == (3, 2.0)
+    assert found.covered == pytest.approx(2 / 3) and found.half_width == pytest.approx(0.01)
+    assert found.largest_error == pytest.approx(0.03)
