@@ -57,3 +57,8 @@ def judge(
             f"{row.dsl:5} {row.verdicts_per_minute:12.1f} {row.latency_p50:6.2f} {row.latency_p95:6.2f}  {busy} "
             f"{row.not_passed:11}  {row.problem} {row.workload}"
         )
+        if row.spread:
+            print(
+                f"      against itself, {row.spread.comparisons} times, {row.spread.kernel_us:.1f} us: half-width "
+                f"{row.spread.half_width:.2%}, {row.spread.covered:.0%} of the intervals hold 1"
+            )

@@ -2,7 +2,8 @@
 
 Two figures per DSL and problem. *Latency*: one submission at a time, from source to verdict. *Throughput*: as many at
 a time as the pipeline takes, verdicts over the wall clock from the first submission to the last verdict. Every source
-is made new by a comment, so it is compiled; the kernels are this package's own.
+is made new by a comment, so it is compiled; the kernels are this package's own. On a GPU also the *spread*: the kernel
+timed against itself, as a verdict times it against the reference.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import msgspec
 
 from mkb_env.devices.utilisation import Utilisation
 from mkb_env.judge.client import Judge
+from mkb_env.judge.jobs import Spread
 from mkb_env.judge.pipeline import Pipeline, Submission
 from mkb_env.judge.verdict import Stage, Verdict
 from mkb_env.problems import find
 
 PROBLEMS = ("rmsnorm_h128_qwen3_30b_bf16", "fused_add_rmsnorm_h4096_llama31_8b_bf16")
+COMPARISONS = 20
 Tell = Callable[[str], None]
 
 
@@ -41,6 +44,8 @@ class Row(msgspec.Struct, frozen=True):
     """Median seconds of each stage, one submission at a time."""
     device_utilisation: float | None
     """Share of the throughput phase in which the GPU ran a kernel, by NVML; None in the simulator."""
+    spread: Spread | None
+    """A/A comparisons of the kernel with itself; None in the simulator."""
     not_passed: int
     """Verdicts other than ``passed``: with known-good kernels each is a fault of ours."""
 
@@ -88,7 +93,8 @@ def run(
             with Utilisation(None if judge.simulated or device.startswith("ray") else device) as busy:
                 many, took = _side_by_side(pipeline, fresh(problem, dsl, workload), share)
             judged, spent = judged + len(many), spent + took
-            rows.append(_row((dsl, problem, workload), single or [warm], many, took, busy.share))
+            row = _row((dsl, problem, workload), single or [warm], many, took, busy.share)
+            rows.append(row if judge.simulated else msgspec.structs.replace(row, spread=_spread(judge, row)))
     return Report(
         device=judge.device_name,
         simulated=judge.simulated,
@@ -119,6 +125,11 @@ def _side_by_side(pipeline: Pipeline, submissions: Iterator[Submission], seconds
     return verdicts, time.monotonic() - begin
 
 
+def _spread(judge: Judge, row: Row) -> Spread:
+    submission = next(fresh(row.problem, row.dsl, row.workload))
+    return judge.spread(judge.record(submission.source, row.problem, row.dsl, row.workload), COMPARISONS)
+
+
 def _row(
     case: tuple[str, str, str], single: list[Verdict], many: list[Verdict], took: float, busy: float | None
 ) -> Row:
@@ -135,5 +146,6 @@ def _row(
             stage: round(statistics.median(v.seconds.get(stage, 0.0) for v in single), 4) for stage in stages
         },
         device_utilisation=busy,
+        spread=None,
         not_passed=sum(verdict.stage is not Stage.PASSED for verdict in (*single, *many)),
     )

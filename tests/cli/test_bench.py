@@ -29,7 +29,7 @@ def test_bench_judge() -> None:
     assert (row["dsl"], row["problem"], row["workload"], row["not_passed"]) == ("cute", SLUG, "small", 0)
     assert 0 < row["latency_p50"] <= row["latency_p95"] and row["latency_count"] >= 1
     assert report["verdicts_per_minute"] > 0 and row["throughput_count"] >= 1
-    assert row["device_utilisation"] is None
+    assert row["device_utilisation"] is None and row["spread"] is None
     assert row["seconds_by_stage"]["solve"] > 0, "compiled, not taken from the cache"
 
 
