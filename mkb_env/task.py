@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +14,47 @@ from mkb_env.problems import ProblemRef, find
 
 TIMED_WORKLOADS = {"full": "on a GPU", "small": "in the simulator"}
 """Workload -> where it is the default. Held-out shapes are judged too, and never shown."""
+
+
+class _Resolver(ast.NodeTransformer):
+    """Puts the file's constants in place of their names, and joins what ``|`` and arithmetic make of literals."""
+
+    def __init__(self, constants: Mapping[str, ast.expr]) -> None:
+        self.constants = dict(constants)
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        bound = {name.id for part in node.generators for name in ast.walk(part.target) if isinstance(name, ast.Name)}
+        inner = _Resolver({name: value for name, value in self.constants.items() if name not in bound})
+        return ast.NodeTransformer.generic_visit(inner, node)
+
+    visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        value = self.constants.get(node.id)
+        return node if value is None else self.visit(copy.deepcopy(value))
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        node = ast.BinOp(self.visit(node.left), node.op, self.visit(node.right))
+        if isinstance(node.op, ast.BitOr) and isinstance(node.left, ast.Dict) and isinstance(node.right, ast.Dict):
+            pairs = [*zip(node.left.keys, node.left.values, strict=True)]
+            pairs += zip(node.right.keys, node.right.values, strict=True)
+            joined = {ast.unparse(key): (key, value) for key, value in pairs if key}
+            return ast.Dict(*map(list, zip(*joined.values(), strict=True)))
+        try:
+            value = _ARITHMETIC[type(node.op)](ast.literal_eval(node.left), ast.literal_eval(node.right))
+        except (KeyError, ValueError, TypeError):
+            return node
+        return ast.Constant(value)
+
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +107,15 @@ class Briefing:
         return tuple(self.literal("OUTPUTS"))
 
     def shape_source(self, workload: str) -> str:
-        """The shape of a workload, as Python source. Raises ValueError if the file has no such workload."""
+        """The shape of a workload, as Python source that needs nothing else of the file.
+
+        Raises:
+            ValueError: if the file has no such workload.
+        """
         workloads = self.constants.get("WORKLOADS")
         for key, value in zip(getattr(workloads, "keys", ()), getattr(workloads, "values", ()), strict=True):
             if isinstance(key, ast.Constant) and key.value == workload:
-                return ast.unparse(value)
+                return ast.unparse(_Resolver(self.constants).visit(copy.deepcopy(value)))
         raise ValueError(f"{self.ref.folder / 'problem.py'} has no workload {workload!r}")
 
     @property

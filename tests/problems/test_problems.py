@@ -8,6 +8,7 @@ import pytest
 
 from mkb_env.judge import qualify
 from mkb_env.problems.contract import DSLS, FAMILIES, catalog, find, load, load_checks
+from mkb_env.task import brief
 
 SLUGS = tuple(catalog())
 CASES = [(slug, *place) for slug in SLUGS for place in qualify.quick_shapes(load(slug))]
@@ -40,6 +41,10 @@ class TestFile:
         for dsl in DSLS:
             if path := find(slug).baseline(dsl):
                 assert re.search(r"^# mkb-baseline-canary [0-9a-f-]{36}$", path.read_text(), re.M)
+
+    def test_the_task_shows_the_shapes_without_names_of_the_file(self, slug: str) -> None:
+        for workload in ("small", "full"):
+            assert eval(brief(slug).shape_source(workload), {}) == load(slug).workloads[workload]
 
     def test_unknown_workload_is_refused(self, slug: str) -> None:
         with pytest.raises(ValueError, match="workload must be one of"):
