@@ -51,6 +51,8 @@ def connect() -> None:
         if not address or address.startswith(("127.", "localhost:", "local")):
             # Its name is of another system, but what it does is right: Ray then stays on the loopback interface.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if not address:  # Ray's default where it starts a cluster, but not where it joins one: both have to agree
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         if ray.is_initialized():

@@ -62,7 +62,8 @@ sys.stdin.read()
 
 @pytest.mark.timeout(90)
 def test_processes_share_the_cluster_that_one_of_them_starts(tmp_path: Path) -> None:
-    environment = {**os.environ, "MKB_RUNTIME_DIR": str(tmp_path / "runtime")}
+    # Ray keeps its own secret, which it asks of those who join, in the home folder.
+    environment = {**os.environ, "MKB_RUNTIME_DIR": str(tmp_path / "runtime"), "HOME": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     drivers = [
         subprocess.Popen(
