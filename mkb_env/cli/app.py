@@ -217,10 +217,18 @@ def doctor(device: DeviceOption = "auto", json: JsonOption = False) -> None:
 
 
 @app.command()
-def stop(json: JsonOption = False) -> None:
+def stop(
+    ray: Annotated[bool, typer.Option("--ray", help="End the actors of the Ray cluster too; frees its GPUs.")] = False,
+    json: JsonOption = False,
+) -> None:
     """End the background servers that keep judging warm (they also end by themselves when idle)."""
     from mkb_env.servers.client import stop_all
 
+    if ray:
+        from mkb_env.devices.ray import stop_actors
+
+        open_judge("ray").close()  # says what is wrong if there is no cluster
+        stop_actors()
     stopped = stop_all()
     if json:
         print_json({"stopped": stopped})

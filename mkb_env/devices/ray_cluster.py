@@ -64,7 +64,8 @@ def connect() -> None:
                 _join_or_start()
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"at {address}" if address else "on this machine"
-            raise ServerError(f"no Ray cluster {where}: {' '.join(str(error).split())[:300]}") from None
+            reason = " ".join(str(error).split())[:300]
+            raise ServerError(f"no Ray cluster {where}: {reason}") from None
 
 
 def _join(address: str) -> None:
@@ -72,7 +73,10 @@ def _join(address: str) -> None:
 
     if ":" in address and "//" not in address and not _listens(address):  # Ray itself would try for minutes
         raise ConnectionError("nothing listens there")
-    ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error} (if it asks for a token, set RAY_AUTH_MODE=token here too)") from None
 
 
 def _join_or_start() -> None:
