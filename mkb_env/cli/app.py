@@ -216,6 +216,21 @@ def doctor(device: DeviceOption = "auto", json: JsonOption = False) -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
+def end_actors() -> None:
+    """End the Ray cluster's actors; misuse if there is no cluster."""
+    from mkb_env.judge.workers import check_device
+    from mkb_env.servers.client import ServerError
+
+    with misuse():
+        check_device("ray")
+    from mkb_env.devices.ray import stop_actors
+
+    try:
+        stop_actors()
+    except ServerError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @app.command()
 def stop(
     ray: Annotated[bool, typer.Option("--ray", help="End the actors of the Ray cluster too; frees its GPUs.")] = False,
@@ -225,10 +240,7 @@ def stop(
     from mkb_env.servers.client import stop_all
 
     if ray:
-        from mkb_env.devices.ray import stop_actors
-
-        open_judge("ray").close()  # says what is wrong if there is no cluster
-        stop_actors()
+        end_actors()
     stopped = stop_all()
     if json:
         print_json({"stopped": stopped})
