@@ -200,7 +200,7 @@ def summary(episodes: list[Episode]) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     """Play both arms; 0 if every episode went as the script says and passed, 130 after Ctrl-C, else 1."""
     parser = argparse.ArgumentParser(prog="python -m mkb_env.agents.scripted", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto", help="auto, simulator, cuda or cuda:N (default: auto)")
+    parser.add_argument("--device", default="auto", help="auto, simulator, cuda, cuda:N or ray (default: auto)")
     options = parser.parse_args(arguments)
     console = Console(soft_wrap=True, width=max(MIN_WIDTH, Console().width))
     started = time.monotonic()

@@ -104,7 +104,7 @@ class KernelEnv(gym.Env[Observation, Action]):
         problem: slug of the only problem. Without it, each reset draws one (``np_random``) of ``family``, or of all.
         dsl: ``cute`` or ``tirx``.
         family: folder name of a family of problems, for example ``attention``.
-        device: ``auto``, ``simulator``, ``cuda`` or ``cuda:0``: where submissions run.
+        device: ``auto``, ``simulator``, ``cuda``, ``cuda:0`` or ``ray`` (a cluster): where submissions run.
         workload: ``small`` or ``full``; None: ``small`` in the simulator, ``full`` on a GPU.
         max_submissions: judged submissions in an episode.
         max_seconds: wall clock of an episode.

@@ -226,11 +226,31 @@ def doctor(
     raise typer.Exit(0 if healthy else 1)
 
 
+def end_actors() -> None:
+    """End the Ray cluster's actors; misuse if there is no cluster."""
+    from mkb_env.judge.workers import check_device
+    from mkb_env.servers.client import ServerError
+
+    with misuse():
+        check_device("ray")
+    from mkb_env.devices.ray import stop_actors
+
+    try:
+        stop_actors()
+    except ServerError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @app.command()
-def stop(json: JsonOption = False) -> None:
+def stop(
+    ray: Annotated[bool, typer.Option("--ray", help="End the actors of the Ray cluster too; frees its GPUs.")] = False,
+    json: JsonOption = False,
+) -> None:
     """End the background servers that keep judging warm (they also end by themselves when idle)."""
     from mkb_env.servers.client import stop_all
 
+    if ray:
+        end_actors()
     stopped = stop_all()
     if json:
         print_json({"stopped": stopped})

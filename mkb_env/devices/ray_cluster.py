@@ -51,6 +51,8 @@ def connect() -> None:
         if not address or address.startswith(("127.", "localhost:", "local")):
             # Its name is of another system, but what it does is right: Ray then stays on the loopback interface.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if not address:  # Ray's default where it starts a cluster, but not where it joins one: both have to agree
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         if ray.is_initialized():
@@ -62,7 +64,8 @@ def connect() -> None:
                 _join_or_start()
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"at {address}" if address else "on this machine"
-            raise ServerError(f"no Ray cluster {where}: {' '.join(str(error).split())[:300]}") from None
+            reason = " ".join(str(error).split())[:300]
+            raise ServerError(f"no Ray cluster {where}: {reason}") from None
 
 
 def _join(address: str) -> None:
@@ -70,7 +73,10 @@ def _join(address: str) -> None:
 
     if ":" in address and "//" not in address and not _listens(address):  # Ray itself would try for minutes
         raise ConnectionError("nothing listens there")
-    ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error} (if it asks for a token, set RAY_AUTH_MODE=token here too)") from None
 
 
 def _join_or_start() -> None:

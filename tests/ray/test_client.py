@@ -43,10 +43,11 @@ def test_no_cluster_at_the_address() -> None:
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert ran.stdout == "infra_error no Ray cluster at 127.0.0.1:9: nothing listens there\n", ran.stderr
-    command = ["mkb", "judge", "--device", "ray", "-p", "rmsnorm_h128_qwen3_30b_bf16", "-d", "cute", "-"]
     mkb = str(Path(sys.executable).with_name("mkb"))
-    ran = subprocess.run([mkb, *command[1:]], env=environment, input="x", capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 2 and "nothing listens there" in ran.stderr
+    asked = ["judge", "--device", "ray", "-p", "rmsnorm_h128_qwen3_30b_bf16", "-d", "cute", "-"]
+    for command in (asked, ["stop", "--ray"]):
+        ran = subprocess.run([mkb, *command], env=environment, input="x", capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 2 and "nothing listens there" in ran.stderr
 
 
 LOCAL = """
@@ -62,7 +63,8 @@ sys.stdin.read()
 
 @pytest.mark.timeout(90)
 def test_processes_share_the_cluster_that_one_of_them_starts(tmp_path: Path) -> None:
-    environment = {**os.environ, "MKB_RUNTIME_DIR": str(tmp_path / "runtime")}
+    # Ray keeps its own secret, which it asks of those who join, in the home folder.
+    environment = {**os.environ, "MKB_RUNTIME_DIR": str(tmp_path / "runtime"), "HOME": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     drivers = [
         subprocess.Popen(

@@ -215,6 +215,7 @@ def test_actors_can_be_ended(cluster: Any) -> None:
     assert len(actor_names()) == 6
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # that it is one is what it tests
 def test_a_forked_process_is_told(cluster: Any) -> None:
     Judge("ray").workers  # noqa: B018 - connects
     read, write = os.pipe()
