@@ -34,12 +34,13 @@ agents see neither file::
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -172,14 +173,16 @@ class Problem:
         return self.cost(shape).flops <= SIMULATED_FLOPS and self.tensor_bytes(shape) <= SIMULATED_BYTES
 
 
-def catalog() -> dict[str, ProblemRef]:
-    """Slug -> problem, by family and name; reads folder names only."""
-    return {
+@functools.cache
+def catalog() -> Mapping[str, ProblemRef]:
+    """Slug -> problem, by family and name; reads folder names only, once in a process."""
+    found = {
         folder.name: ProblemRef(folder.name, family)
         for family in FAMILIES
         for folder in sorted((ROOT / family).glob("*/"))
         if (folder / "problem.py").exists()
     }
+    return MappingProxyType(found)
 
 
 def find(slug: str) -> ProblemRef:

@@ -25,6 +25,7 @@ from mkb_env.judge.evaluate import EvaluateOptions, evaluate
 from mkb_env.judge.verdict import Evaluation, Stage
 from mkb_env.plan import DTYPE_BYTES
 from mkb_env.problems.contract import Problem, Shape, load, load_checks
+from mkb_env.task import brief
 
 SMALL_FLOPS, SMALL_BYTES = 10_000_000, 16 << 20
 """What ``small`` and one held-out shape may take: seconds in the simulator, even for a plain kernel."""
@@ -67,6 +68,8 @@ def check_text(problem: Problem) -> None:
         require(re.search(rf"\b{re.escape(name)}\b", problem.task), f"the task text does not mention {name}")
     unfilled = [path.name for path in sorted(problem.ref.folder.glob("*.py")) if "FILL IN" in path.read_text("utf-8")]
     require(not unfilled, f"{' and '.join(unfilled)} still say FILL IN")
+    told = brief(problem.slug)
+    require((told.inputs, told.outputs) == (problem.inputs, problem.outputs), "INPUTS and OUTPUTS must be literals")
     longest = max(map(len, problem.task.splitlines()))
     require(longest <= 120, f"the task text has a line of {longest} characters; 120 fit")
 

@@ -12,6 +12,7 @@ from table_judge import TableJudge, verdict
 from mkb_env.env import Finish, KernelEnv, Submit, WriteSkill
 from mkb_env.judge.verdict import Stage
 from mkb_env.legality.rules import CANARY
+from mkb_env.problems import catalog
 
 SLUG = "rmsnorm_h128_qwen3_30b_bf16"
 ANSWERS = {
@@ -186,9 +187,10 @@ def test_skill_is_stored_refused_and_handed_on() -> None:
 
 def test_family_draws_by_seed_or_by_option() -> None:
     env = KernelEnv(family="mlp_norm", dsl="tirx", judge=TableJudge({}))
-    drawn = [env.reset(seed=seed)[1]["problem"] for seed in range(12)]
-    assert set(drawn) == {SLUG, "fused_add_rmsnorm_h4096_llama31_8b_bf16"}
-    assert drawn == [env.reset(seed=seed)[1]["problem"] for seed in range(12)]
+    members = {slug for slug, ref in catalog().items() if ref.family == "mlp_norm"}
+    drawn = [env.reset(seed=seed)[1]["problem"] for seed in range(200)]
+    assert set(drawn) == members
+    assert drawn == [env.reset(seed=seed)[1]["problem"] for seed in range(200)]
     assert env.reset(options={"problem": SLUG})[1]["problem"] == SLUG
     with pytest.raises(ValueError, match="this environment's problems are"):
         env.reset(options={"problem": "gqa_paged_decode_h32_kv8_d128_ps1_bf16"})

@@ -26,9 +26,9 @@ def test_every_problem_and_family_has_an_id_per_dsl() -> None:
 @pytest.mark.parametrize("name", IDS)
 def test_check_env_is_content_and_quick(name: str) -> None:
     env = gym.make(name, device="simulator").unwrapped
-    started = time.perf_counter()
+    started = time.process_time()  # not of the wall: tests run side by side
     check_env(env)  # a warning is an error in this test suite
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 def test_specs_can_be_written_down() -> None:
@@ -60,11 +60,11 @@ def test_import_is_light_and_registers() -> None:
 
 
 def test_registration_takes_milliseconds() -> None:
-    milliseconds = run(
-        "import gymnasium, msgspec, time; t = time.perf_counter(); import mkb_env; "
-        "print((time.perf_counter() - t) * 1e3)"
-    )
-    assert float(milliseconds) < 150  # about 12 on an idle machine
+    gymnasium, ours = run(
+        "import time; t = time.process_time(); import gymnasium, msgspec; u = time.process_time(); import mkb_env; "
+        "print(u - t, time.process_time() - u)"
+    ).split()
+    assert float(ours) < 0.3 * float(gymnasium)  # some 30 ms of 300 on an idle machine
 
 
 def test_make_without_import() -> None:

@@ -60,9 +60,9 @@ TITLE = "Joint text-image attention with q/k norm per stream and rotary embeddin
 NUMBER = 13
 MODEL = "Bria FIBO"
 INPUTS = (
-    *("q_img", "k_img", "v_img", "q_txt", "k_txt", "v_txt"),
-    *("wq_img", "wk_img", "wq_txt", "wk_txt", "cos", "sin", "txt_len", "eps"),
-)
+    "q_img", "k_img", "v_img", "q_txt", "k_txt", "v_txt", "wq_img", "wk_img", "wq_txt", "wk_txt", "cos", "sin",
+    "txt_len", "eps",
+)  # fmt: skip
 OUTPUTS = ("out_img", "out_txt")
 HOST_VISIBLE = ("txt_len",)
 EPS, THETA = 1e-6, 10000.0

@@ -63,10 +63,7 @@ from mkb_env.problems.drawing import normal, uniform
 TITLE = "Backward of causal attention with q/k norm, rotary embedding and softcap"
 NUMBER = 10
 MODEL = "Gemma-3-4B"
-INPUTS = (
-    *("grad_out", "q", "k", "v", "out", "lse", "q_weight", "k_weight"),
-    *("cos", "sin", "scale", "softcap", "eps"),
-)
+INPUTS = ("grad_out", "q", "k", "v", "out", "lse", "q_weight", "k_weight", "cos", "sin", "scale", "softcap", "eps")
 OUTPUTS = ("grad_q", "grad_k", "grad_v", "grad_q_weight", "grad_k_weight")
 HOST_VISIBLE = ()
 EPS, THETA = 1e-6, 1e6

@@ -63,10 +63,8 @@ TITLE = "Gate and up projections in NVFP4 with SiLU gating, dynamic NVFP4 activa
 NUMBER = 61
 MODEL = "Qwen3-8B"
 INPUTS = (
-    *("x", "x_gscale"),
-    *("w_gate_packed", "w_gate_scale", "w_gate_gscale"),
-    *("w_up_packed", "w_up_scale", "w_up_gscale"),
-)
+    "x", "x_gscale", "w_gate_packed", "w_gate_scale", "w_gate_gscale", "w_up_packed", "w_up_scale", "w_up_gscale",
+)  # fmt: skip
 OUTPUTS = ("act",)
 HOST_VISIBLE = ()
 UP_GAIN = 1.25

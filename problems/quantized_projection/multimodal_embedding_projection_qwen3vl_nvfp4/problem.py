@@ -53,11 +53,9 @@ TITLE = "Vision patch merger (LayerNorm, two NVFP4 linears, GELU) placed into te
 NUMBER = 55
 MODEL = "Qwen3-VL-8B"
 INPUTS = (
-    *("patches", "ln_w", "ln_b"),
-    *("w1_packed", "w1_scale", "w1_gscale", "b1"),
-    *("w2_packed", "w2_scale", "w2_gscale", "b2"),
-    *("text_embeds", "positions"),
-)
+    "patches", "ln_w", "ln_b", "w1_packed", "w1_scale", "w1_gscale", "b1", "w2_packed", "w2_scale", "w2_gscale",
+    "b2", "text_embeds", "positions",
+)  # fmt: skip
 OUTPUTS = ("embeds",)
 HOST_VISIBLE = ()
 EPS = 1e-6

@@ -62,11 +62,9 @@ TITLE = "QKV projection, full attention and output projection in NVFP4"
 NUMBER = 57
 MODEL = "NOVA d48w1024"
 INPUTS = (
-    *("x_packed", "x_scale", "x_gscale"),
-    *("w_qkv_packed", "w_qkv_scale", "w_qkv_gscale", "b_qkv"),
-    *("w_o_packed", "w_o_scale", "w_o_gscale", "b_o"),
-    "num_heads",
-)
+    "x_packed", "x_scale", "x_gscale", "w_qkv_packed", "w_qkv_scale", "w_qkv_gscale", "b_qkv", "w_o_packed",
+    "w_o_scale", "w_o_gscale", "b_o", "num_heads",
+)  # fmt: skip
 OUTPUTS = ("out",)
 HOST_VISIBLE = ()
 GAIN = 2.0
