@@ -85,7 +85,8 @@ SIMULATED_FLOPS, SIMULATED_BYTES = 250_000_000, 128 << 20
 @dataclass(frozen=True)
 class Cost:
     """What one call must at least do: bytes moved to and from device memory, floating-point operations, and the unit
-    that does them (``bf16``, ``fp8``, ``tf32``: tensor cores; ``fp32``: CUDA cores).
+    that does them (``bf16``, ``fp8``, ``tf32``: tensor cores; ``3xtf32``: float32 as three products of split TF32
+    operands; ``fp32``: CUDA cores).
     """
 
     bytes: int

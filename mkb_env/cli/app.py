@@ -106,7 +106,12 @@ def record(
     problem: ProblemOption,
     dsl: DslOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.", dir_okay=False)],
-    workload: WorkloadOption = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload", "-w", help="small, full or heldout. Default: full where there is a GPU, else small."
+        ),
+    ] = None,
     shape: Annotated[int, typer.Option(help="Which shape of the workload (heldout has several).")] = 0,
     json: JsonOption = False,
 ) -> None:

@@ -32,16 +32,19 @@ def judge(
     json: JsonOption = False,
 ) -> None:
     """Latency and throughput of full verdicts on fresh sources."""
-    from mkb_env.dsl import NAMES
+    from mkb_env.dsl import NAMES, get
     from mkb_env.judge.bench import PROBLEMS, run
+    from mkb_env.problems import find
 
     open_judge(device)
     with misuse():
+        slugs = [find(slug.replace("-", "_")).slug for slug in problem or PROBLEMS]
+        names = [get(name).NAME for name in dsl or NAMES]
         report = run(
             device,
             seconds,
-            [slug.replace("-", "_") for slug in problem or PROBLEMS],
-            dsl or NAMES,
+            slugs,
+            names,
             recorders,
             lambda text: None if json else print(text, file=sys.stderr),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,11 @@ app = typer.Typer(
 
 
 def spelled(slug: str | None) -> str | None:
-    """A slug as its folder is named; the ids of environments have it with dashes."""
-    return slug.replace("-", "_") if slug else slug
+    """A slug as its folder is named, also where the id of an environment was given."""
+    if not slug:
+        return slug
+    known = re.fullmatch(r"(?:mkb_env:)?MKB/(.*?)(?:-(?:cute|tirx)-v\d+)?", slug)
+    return (known[1] if known else slug).replace("-", "_")
 
 
 ProblemOption = Annotated[
@@ -40,6 +44,24 @@ WorkloadOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, simulator, cuda, cuda:N or ray (a Ray cluster).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SourceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The submission; - reads stdin.")]
+
+
+def show_version(wanted: bool) -> None:
+    """Print this package's version and end."""
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("mkb-env"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Judge GPU kernels written in CuTe DSL and TIRx, on a GPU or in a simulator."""
 
 
 @contextmanager

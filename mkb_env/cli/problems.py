@@ -50,25 +50,32 @@ def entry(known: Facts) -> dict[str, Any]:
     }
 
 
-def list_problems(json: JsonOption = False) -> None:
+def list_problems(
+    family: Annotated[str | None, typer.Option("--family", "-f", help="Only this family.")] = None,
+    json: JsonOption = False,
+) -> None:
     """List the problems: what they are, where they come from and the least time they take on an H200."""
     from mkb_env.dsl import NAMES
     from mkb_env.judge.page import magnitude
     from mkb_env.problems import FAMILIES, catalog
     from mkb_env.registration import family_id, problem_id
 
-    problems = sorted(figures(list(catalog())), key=lambda known: known.number)
+    if family not in (None, *FAMILIES):
+        raise typer.BadParameter(f"--family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    slugs = [slug for slug, ref in catalog().items() if family in (None, ref.family)]
+    problems = sorted(figures(slugs), key=lambda known: known.number)
     if json:
         print_json({"problems": [entry(known) for known in problems]})
         return
-    for family in FAMILIES:
-        print(f"{family}: {family_id(family, 'DSL')} draws one of")
-        for known in (p for p in problems if p.family == family):
+    for name in FAMILIES if family is None else [family]:
+        print(f"{name}: {family_id(name, 'DSL')} draws one of")
+        for known in (p for p in problems if p.family == name):
             print(f"  {known.slug}")
             kernels = f"; kernels here: {', '.join(known.kernels)}" if known.kernels else ""
+            work = f"{magnitude(known.flops, 'FLOP')}, {known.intensity:.1f} FLOP/B, " if known.flops > 1 else ""
             text = (
-                f"{known.title} (no. {known.number}, {known.model}); {magnitude(known.bytes, 'B')}, "
-                f"{magnitude(known.flops, 'FLOP')}, {known.intensity:.1f} FLOP/B, at least {known.roofline_us:.1f} us "
+                f"{known.title} (no. {known.number}, {known.model}); {magnitude(known.bytes, 'B')}, {work}"
+                f"at least {known.roofline_us:.1f} us "
                 f"on an H200 ({'memory' if known.memory_bound else known.unit}){kernels}"
             )
             print(textwrap.fill(text, 79, initial_indent=" " * 4, subsequent_indent=" " * 4))
@@ -137,6 +144,11 @@ def check_problem(
     """Hold a problem against the contract: exit code 0 if it qualifies, 1 if not. Runs its files in this process."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if device.startswith("cuda"):
+        with misuse():
+            from mkb_env.devices.cuda import require
+
+            require(device)
     with misuse():
         from mkb_env.judge.qualify import examine
 

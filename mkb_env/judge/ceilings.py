@@ -28,7 +28,7 @@ def measure(device: Device) -> Ceilings:
 
     moved = rate(2 * COPY_BYTES, _copy(device.torch_device))
     flops = {unit: rate(2 * SIZE**3, work) for unit, work in _products(device.torch_device)}
-    return Ceilings(device.name, moved, flops)
+    return Ceilings(device.name, moved, {**flops, "3xtf32": flops["tf32"] / 3})
 
 
 def _copy(device: torch.device) -> Callable[[], object]:

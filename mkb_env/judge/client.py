@@ -177,6 +177,11 @@ class Judge:
             else:
                 if recording.failure:
                     verdict = _with_failure(base, recording, started)
+                    if workload == "heldout":
+                        place = f"heldout shape {list(shapes)[len(recording.plans)] + 1}"
+                        verdict = msgspec.structs.replace(verdict, message=f"{place}: {verdict.message}")
+                elif workload == "heldout":
+                    verdict = msgspec.structs.replace(verdict, message=f"all {len(shapes)} held-out shapes passed")
         except ServerError as error:
             return msgspec.structs.replace(base, message=str(error))
         seconds |= {**verdict.seconds, "total": round(time.monotonic() - started, 4)}
@@ -319,6 +324,18 @@ class Judge:
         outcome = self._run(job, how, seconds)
         if outcome.result is not None:
             return msgspec.msgpack.decode(outcome.result, type=Evaluation)
+        if (
+            outcome.ended.timed_out
+            and self.simulated
+            and outcome.stage.startswith("check ")
+            and outcome.stage[6] != "1"
+        ):
+            return Evaluation(
+                Stage.UNSUPPORTED,
+                f"the simulator is too slow for this shape: after {seconds:g} s it was at {outcome.stage}; judge it on "
+                "a GPU, or at --workload small",
+                **self._where(),
+            )
         if outcome.ended.timed_out:
             where = f"in stage {outcome.stage or 'start'}"
             return Evaluation(

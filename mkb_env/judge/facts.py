@@ -47,8 +47,11 @@ def summary(shape: Shape) -> str:
 
     def short(value: object) -> str:
         if isinstance(value, list) and len(value) > 4:
-            flat = all(isinstance(item, int) for item in value)
-            return f"{len(value)} values" + (f", sum {sum(value)}" if flat else "")
+            if all(isinstance(item, int) for item in value):
+                return f"{len(value)} values, sum {sum(value)}"
+            if all(isinstance(item, list) and len(item) == len(value[0]) for item in value):
+                return f"{len(value)} values, sums {[sum(column) for column in zip(*value, strict=True)]}"
+            return f"{len(value)} values"
         return f"{value:.6g}" if isinstance(value, float) else str(value)
 
     return ", ".join(f"{key} {short(value)}" for key, value in shape.items())

@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True):
     """The least that one call moves."""
     flops: int
     unit: str
-    """What computes them: ``bf16``, ``fp8``, ``tf32`` (tensor cores) or ``fp32`` (CUDA cores)."""
+    """What computes them: ``bf16``, ``fp8``, ``tf32``, ``3xtf32`` (tensor cores) or ``fp32`` (CUDA cores)."""
     roofline_us: float
     """The least time on an H200, by its datasheet's peaks."""
     memory_bound: bool

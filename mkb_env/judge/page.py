@@ -25,7 +25,8 @@ HEAD = """# The problems
 
 Bytes and FLOPs are the least that one call at the `full` shape must move and compute (the problem's `COST`); intensity
 is their ratio. The time is the longer of the two at an H200's peaks by its datasheet (4.8 TB/s; dense tensor cores bf16
-989, fp8 1979, tf32 495 TFLOP/s; CUDA cores fp32 67 TFLOP/s): a bound, not a goal. `mkb show SLUG` prints the task as an
+989, fp8 1979, tf32 495 TFLOP/s, 3xtf32, which is float32 by three TF32 products, 165; CUDA cores fp32 67 TFLOP/s): a
+bound, not a goal. Where rows are routed, the expected number of rows counts. `mkb show SLUG` prints the task as an
 agent sees it; `mkb list --json` has the same figures for programs.
 """
 COLUMNS = "| no. | slug | model | dtype | full shape | bytes | FLOPs | FLOP/B | H200 bound, us | kernels here |"
@@ -35,9 +36,6 @@ PROOFS = """## How each is known to be right
 Every problem's fp64 truth is held against the same results by other means; the judge must reject each of its planted
 faults and accept each of the other right ways to compute it, at `small` in CI and at `full` on a GPU
 (`python scripts/problems.py measure --device cuda`).
-
-| no. | slug | truth compared with | faults that must fail | other right ways that must pass |
-| --: | --- | --- | --- | --- |
 """
 
 
@@ -62,7 +60,7 @@ def _row(known: Facts) -> str:
         known.dtype,
         known.shape,
         magnitude(known.bytes, "B"),
-        magnitude(known.flops, ""),
+        magnitude(known.flops, "FLOP") if known.flops > 1 else "none",
         f"{known.intensity:.1f}",
         f"{known.roofline_us:.1f} ({'memory' if known.memory_bound else known.unit})",
         ", ".join(known.kernels) or "none",
@@ -72,7 +70,10 @@ def _row(known: Facts) -> str:
 
 def _proof(known: Facts, checks: ModuleType) -> str:
     faults, others = ("; ".join(names) for names in (checks.WRONG, checks.SECOND))
-    return _line((str(known.number), f"`{known.slug}`", checks.INDEPENDENT, faults, others))
+    return (
+        f"\n### {known.number}. `{known.slug}`\n\n"
+        f"- Truth compared with: {checks.INDEPENDENT}.\n- Must fail: {faults}.\n- Must pass: {others}.\n"
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

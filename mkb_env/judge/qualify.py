@@ -24,7 +24,7 @@ from mkb_env.judge.draws import Value
 from mkb_env.judge.evaluate import EvaluateOptions, evaluate
 from mkb_env.judge.verdict import Evaluation, Stage
 from mkb_env.plan import DTYPE_BYTES
-from mkb_env.problems.contract import Problem, Shape, load, load_checks
+from mkb_env.problems.contract import Problem, Shape, catalog, load, load_checks
 from mkb_env.task import brief
 
 SMALL_FLOPS, SMALL_BYTES = 10_000_000, 16 << 20
@@ -33,7 +33,9 @@ FULL_BYTES = 8 << 30
 COUNTED = (0.45, 1.3)
 """COST's flops over those of the reference's matrix products: references multiply what is masked, too."""
 SECTIONS = ("\nInputs", "\nOutput", "\nNumerics", " new tensor")
-UNITS = ("bf16", "fp8", "tf32", "fp32")
+UNITS = ("bf16", "fp8", "tf32", "3xtf32", "fp32")
+MOST_FLOPS = 200
+"""Operations per input and output element, where the reference has no matrix products to count."""
 CPU = torch.device("cpu")
 
 
@@ -61,7 +63,7 @@ def quick_shapes(problem: Problem) -> list[tuple[str, int]]:
 
 
 def check_text(problem: Problem) -> None:
-    """The docstring has its sections and mentions every input and output."""
+    """The docstring has its sections and mentions every input and output; the constants can be read."""
     for section in SECTIONS:
         require(section in problem.task, f"the task text has no {section.strip()!r}")
     for name in (*problem.inputs, *problem.outputs):
@@ -70,6 +72,9 @@ def check_text(problem: Problem) -> None:
     require(not unfilled, f"{' and '.join(unfilled)} still say FILL IN")
     told = brief(problem.slug)
     require((told.inputs, told.outputs) == (problem.inputs, problem.outputs), "INPUTS and OUTPUTS must be literals")
+    others = {slug: brief(slug).number for slug in catalog() if slug != problem.slug}
+    same = [slug for slug, number in others.items() if number == problem.number]
+    require(not same, f"NUMBER {problem.number} is that of {', '.join(same)} too; take {max(others.values()) + 1}")
     longest = max(map(len, problem.task.splitlines()))
     require(longest <= 120, f"the task text has a line of {longest} characters; 120 fit")
 
@@ -124,10 +129,16 @@ def check_cost(problem: Problem, checks: ModuleType) -> None:
             total = outputs + _bytes(problem.input_specs(shape))
             require(outputs <= cost.bytes, f"{where} moves {cost.bytes} bytes, but the outputs alone have {outputs}")
             require(cost.bytes <= total, f"{where} moves {cost.bytes} bytes, but all tensors together have {total}")
-    counted = counted_flops(problem, problem.shapes("small")[0])
-    if counted:
+    small = problem.shapes("small")[0]
+    specs = (*problem.input_specs(small), *problem.output_specs(small))
+    elements = sum(torch.Size(spec[0]).numel() for spec in specs if isinstance(spec, tuple))
+    counted = counted_flops(problem, small)
+    if not counted:
+        flops = problem.cost(small).flops
+        require(flops <= MOST_FLOPS * elements, f"COST's flops are {flops}, over {MOST_FLOPS} per element")
+    else:
         low, high = getattr(checks, "COUNTED", COUNTED)
-        ratio = problem.cost(problem.shapes("small")[0]).flops / counted
+        ratio = problem.cost(small).flops / counted
         require(low <= ratio <= high, f"COST's flops are {ratio:.3f} times those counted, not within {low} to {high}")
 
 
@@ -257,7 +268,10 @@ def examine(slug: str, device: str = "cpu", workload: str | None = None) -> Iter
         shape = problem.shapes(name)[index]
         place = f"{name} {index}" if name == "heldout" else name
         yield _find(f"draws, {place}", partial(check_draws, problem, shape, where))
-        yield _find(f"reference, {place}", partial(check_reference, problem, shape, where))
+        right = _find(f"reference, {place}", partial(check_reference, problem, shape, where))
+        yield right
+        if not right.passed:  # what follows would only blame others for it
+            continue
         yield _find(f"independent, {place}", partial(check_independent, problem, checks, shape, where))
         if name != "heldout":
             yield _find(f"variants, {place}", partial(check_variants, problem, checks, shape, where))

@@ -29,8 +29,12 @@ class Ceilings(msgspec.Struct, frozen=True):
     measured: bool = True
 
 
-H200 = Ceilings("NVIDIA H200", 4.8e6, {"bf16": 989e6, "fp8": 1979e6, "tf32": 495e6, "fp32": 67e6}, measured=False)
-"""Datasheet of the H200 SXM: memory bandwidth; dense tensor cores by operand type, CUDA cores for fp32."""
+H200 = Ceilings(
+    "NVIDIA H200", 4.8e6, {"bf16": 989e6, "fp8": 1979e6, "tf32": 495e6, "3xtf32": 165e6, "fp32": 67e6}, measured=False
+)
+"""Datasheet of the H200 SXM: memory bandwidth; dense tensor cores by operand type, CUDA cores for fp32.
+
+``3xtf32`` is a float32 product as three TF32 ones of split operands, which keep float32's precision."""
 
 
 def bound_us(cost: Cost, ceilings: Ceilings = H200) -> float:

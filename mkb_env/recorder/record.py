@@ -84,7 +84,7 @@ def finish(result: Any, call: Call, recorder: Recorder, dsl: Dsl, source: str) -
     if not any(isinstance(step, Launch) for step in tape.steps):
         raise Rejection(
             "host_error",
-            "solve returned without launching a kernel; every output element must be written by kernels in every call",
+            "solve returned without launching a kernel; every call must launch at least one, whatever the shape",
         )
     plan = tape.plan(outputs, tree, dsl.versions(), hashlib.sha256(source.encode()).hexdigest())
     validate(plan)

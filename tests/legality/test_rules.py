@@ -45,11 +45,10 @@ def test_honest_source_passes() -> None:
 
 @pytest.mark.parametrize("dsl", ["cute", "tirx"])
 def test_our_own_kernels_pass(dsl: str) -> None:
-    files = [ref.baseline(dsl) for ref in catalog().values()]
+    files = [file for ref in catalog().values() if (file := ref.baseline(dsl))]
     files += (ROOT / "agents" / "demo").glob(f"*_{dsl}.py")
     assert len(files) >= 5
     for file in files:
-        assert file is not None
         assert check(file.read_text(), dsl) is None, file
 
 
@@ -205,11 +204,10 @@ def test_ids_are_unique_and_documented() -> None:
 
 
 def test_baselines_carry_the_mark_and_are_refused_as_submissions() -> None:
-    for ref in catalog().values():
-        for dsl in ("cute", "tirx"):
-            file = ref.baseline(dsl)
-            assert file is not None
-            assert refuse_baseline(file.read_text()) is not None
+    files = [file for ref in catalog().values() for dsl in ("cute", "tirx") if (file := ref.baseline(dsl))]
+    assert len(files) >= 6
+    for file in files:
+        assert refuse_baseline(file.read_text()) is not None
     assert refuse_baseline(HONEST) is None
     failure = refuse_baseline(f"x = 1\n# {CANARY}\n")
     assert failure is not None

@@ -31,7 +31,7 @@ def solve(*arguments):
     results = tuple(torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in {outputs})
     return results if len(results) > 1 else results[0]
 """
-DONE = "solve returned without launching a kernel; every output element must be written by kernels in every call"
+DONE = "solve returned without launching a kernel; every call must launch at least one, whatever the shape"
 """What is left to say of a source that did everything but that."""
 
 

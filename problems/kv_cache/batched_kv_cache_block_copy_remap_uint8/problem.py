@@ -22,7 +22,7 @@ Numerics: bytes are copied.
 
 Rules:
 - No destination occurs twice. A source may occur several times, and a page number may be source and destination.
-- M may be 0: then the outputs equal the inputs of the same name.
+- M is any positive number.
 - Sizes may exceed 2^31 bytes.
 - The inputs are not changed; both outputs are new tensors.
 """
@@ -45,7 +45,7 @@ WORKLOADS = {
     "small": {"NB": 6, "M": 2, "BS": 4, "H": 2, "D": 16, "free_sources": 1},
     "heldout": [
         {"NB": 777, "M": 391, "BS": 16, "H": 5, "D": 72, "free_sources": 391},
-        {"NB": 9, "M": 0, "BS": 32, "H": 8, "D": 256, "free_sources": 0},
+        {"NB": 9, "M": 1, "BS": 32, "H": 8, "D": 256, "free_sources": 1},
         {"NB": 13, "M": 11, "BS": 3, "H": 5, "D": 24, "free_sources": 11},
     ],
 }

@@ -141,4 +141,4 @@ def COST(shape: Shape) -> Cost:
     moved = 4 * (2 * batch * tokens * dim + 4 * dim * dim + dim * tokens + 17 * dim)
     directly = batch * dim * tokens * (tokens + 1)
     by_transforms = int(10 * batch * dim * tokens * math.log2(2 * tokens))
-    return Cost(moved, flops=8 * batch * tokens * dim * dim + min(directly, by_transforms), unit="fp32")
+    return Cost(moved, flops=8 * batch * tokens * dim * dim + min(directly, by_transforms), unit="3xtf32")

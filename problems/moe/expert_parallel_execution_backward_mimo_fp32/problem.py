@@ -150,4 +150,4 @@ def COST(shape: Shape) -> Cost:
     rows, local, hidden, inner = sum(shape["rows"]), len(shape["rows"]), shape["H"], shape["I"]
     hit = sum(count > 0 for count in shape["rows"])
     moved = 3 * (local + hit) * hidden * inner + 3 * rows * hidden + 2 * rows
-    return Cost(bytes=4 * (moved + local + 1), flops=16 * rows * hidden * inner, unit="fp32")
+    return Cost(bytes=4 * (moved + local + 1), flops=16 * rows * hidden * inner, unit="3xtf32")

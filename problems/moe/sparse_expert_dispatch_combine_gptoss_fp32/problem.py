@@ -172,4 +172,4 @@ def COST(shape: Shape) -> Cost:
     tokens, hidden, inner, experts, k = (shape[key] for key in ("T", "H", "I", "E", "k"))
     weights = expected_hits(experts, tokens, k) * (3 * hidden * inner + 2 * inner + hidden)
     moved = weights + experts * (hidden + 1) + 2 * tokens * hidden
-    return Cost(bytes=4 * moved, flops=6 * tokens * k * hidden * inner, unit="fp32")
+    return Cost(bytes=4 * moved, flops=6 * tokens * k * hidden * inner, unit="3xtf32")
