@@ -13,6 +13,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.mkb_runtime = tempfile.mkdtemp(prefix="mkb-test-")  # type: ignore[attr-defined]
         os.environ["MKB_RUNTIME_DIR"] = config.mkb_runtime  # type: ignore[attr-defined]
         os.environ["MKB_CACHE_DIR"] = ""  # tests record for real
+        # Workers side by side already use every core; threads that wait for each other by spinning take it from them.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
