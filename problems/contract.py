@@ -78,8 +78,8 @@ REQUIRED = (
 )
 """What every ``problem.py`` defines."""
 
-SIMULATED_FLOPS, SIMULATED_BYTES = 250_000_000, 128 << 20
-"""The largest shape that the simulator judges: about a minute for a plain kernel on one core."""
+SIMULATED_FLOPS, SIMULATED_BYTES = 50_000_000, 64 << 20
+"""The largest held-out shape that the simulator judges: seconds a run, even for a plain kernel."""
 
 
 @dataclass(frozen=True)
