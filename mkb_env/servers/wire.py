@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,14 @@ def receive_header(control: socket.socket) -> tuple[Header, socket.socket | None
 def token() -> str:
     """The secret of this user's runtime folder; made on first use."""
     path = runtime_folder() / "token"
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    if not path.exists():
+        # Written first, then named: a client and a server that both come first must read the same, whole token.
+        draft = path.with_name(f"token.{secrets.token_hex(8)}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-    except FileExistsError:
-        pass
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
     return path.read_text()
 
 

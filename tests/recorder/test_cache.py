@@ -78,6 +78,6 @@ def test_a_second_judge_does_not_compile_again(tmp_path: Path, monkeypatch: pyte
     second = Judge("simulator").judge(source, slug, "cute", timing=False)
     assert first.passed and second.passed and first.plan_sha256 == second.plan_sha256
     assert "solve" in first.seconds and "solve" not in second.seconds
-    assert second.seconds["record"] < 0.1 * first.seconds["record"]
+    assert second.seconds["record"] < 0.5 * first.seconds["record"]
     again = Judge("simulator").record(source, slug, "cute")
     assert decode(encode(again)) == again

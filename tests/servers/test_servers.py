@@ -227,3 +227,13 @@ def test_a_waiting_client_that_stays_is_served(server: ServerClient, tmp_path: P
     mark = tmp_path / "ran"
     assert server.call(f"touch {mark}".encode(), seconds=20).result is not None
     assert mark.exists()
+
+
+def test_all_who_come_first_read_one_token(runtime: Path) -> None:
+    code = "from mkb_env.servers.wire import token; print(token())"
+    for _ in range(3):
+        clients = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(6)]
+        tokens = {client.communicate()[0] for client in clients}
+        assert len(tokens) == 1 and len(tokens.pop().strip()) == 64
+        (runtime / "token").unlink()
+        assert not list(runtime.glob("token*"))
