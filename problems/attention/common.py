@@ -314,7 +314,7 @@ def draw_inputs(
 
     Pages are different in all requests, but for ``shared_prefix`` = s: then all requests of more than s pages have the
     first s pages of the first such request. With ``poison`` every row of a cache that no request lists holds NaN, the
-    unused rows of last pages among them.
+    unused rows of last pages among them. With ``loud`` = [n, f] the first n queries are f times as large.
     """
     known, pages = layout(shape, page), page_counts(shape, page)
     values: dict[str, Any] = {}
@@ -327,6 +327,8 @@ def draw_inputs(
             values[name] = torch.tensor(known[name], dtype=torch.int32, device=generator.device)
         else:
             values[name] = normal(generator, *spec[0], dtype=spec[1])
+            if name in ("q", "q_nope", "q_pe"):
+                amplify(values[name], shape)
     if shape.get("poison"):
         listed = _listed(values["kv_indices"], shape, page)
         for name in names:
@@ -334,6 +336,12 @@ def draw_inputs(
                 cache = values[name]
                 cache.masked_fill_(~listed.view(*listed.shape, *[1] * (cache.dim() - 2)), math.nan)
     return tuple(values.values())
+
+
+def amplify(queries: torch.Tensor, shape: Shape) -> None:
+    """Multiply the first n queries by f, in place, where the workload has ``loud`` = [n, f]: logits of hundreds."""
+    count, factor = shape.get("loud", (0, 1))
+    queries[:count] *= factor
 
 
 def _placement(generator: torch.Generator, pages: Sequence[int], pool: int, prefix: int) -> torch.Tensor:

@@ -64,6 +64,11 @@ def whole_tiles(tile: int) -> Visible:
     return lambda n, m: (m - n, m // tile * tile or m)
 
 
+def first_keys(limit: int) -> Visible:
+    """Wrong: a request has no more than ``limit`` keys."""
+    return lambda n, m: (m - n, min(m, limit))
+
+
 def consecutive(heads: int, kv_heads: int) -> list[int]:
     """The rule: neighbouring query heads share a key/value head."""
     return [head // (heads // kv_heads) for head in range(heads)]
@@ -82,6 +87,7 @@ def blocked(
     head_of: Callable[[int, int], list[int]] = consecutive,
     split: bool = False,
     merge: Callable[[torch.Tensor], torch.Tensor] = torch.exp2,
+    shifted: bool = True,
 ) -> Attend:
     """Softmax in base 2 over blocks of keys, in float32, as kernels have it.
 
@@ -92,6 +98,7 @@ def blocked(
         head_of: the key/value head of each query head.
         split: normalise every block and merge the results by their log-sum-exp, instead of one running softmax.
         merge: weight of a block in such a merge, of lse - max lse.
+        shifted: subtract the largest logit before powers are taken; wrong without.
     """
 
     def attention(
@@ -110,6 +117,8 @@ def blocked(
             logits = queries @ keys[part].float()[:, heads].permute(1, 2, 0)
             logits.masked_fill_(~seen[:, part], -math.inf)
             top = logits.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
+            if not shifted:
+                top.zero_()
             p = torch.exp2(logits - top)
             total = p.sum(dim=-1, keepdim=True)
             weighted = p.to(probabilities).float() @ values[part].float()[:, heads].transpose(0, 1)

@@ -63,6 +63,7 @@ def _by_token(attention: Attend) -> Callable[..., tuple[torch.Tensor, torch.Tens
 
 
 WRONG = {
+    "no maximum subtracted": _by_token(blocked(shifted=False)),
     "what follows a list's first -1 left out": variants.altered(reference, _until_first_gap, 4),
     "-1 taken as a row": variants.altered(reference, _gaps_as_a_row, 4),
     "no rotary channels in the logits": variants.altered(reference, torch.zeros_like, 1),

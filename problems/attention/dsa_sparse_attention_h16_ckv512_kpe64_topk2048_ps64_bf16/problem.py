@@ -18,7 +18,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 For token t with the slots s_0 ... s_{n-1} of its entries other than -1, and head h, in float32, where c_j and e_j are
 the rows of ckv_cache and kpe_cache at page s_j // 64, row s_j % 64:
   l_j = (dot(q_nope[t, h], c_j) + dot(q_pe[t, h], e_j)) * sm_scale
-  lse[t, h] = log2(sum_j exp(l_j))                     (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))                     (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * c_j, rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -32,6 +32,7 @@ Rules:
 - Cache rows that no token lists, that of slot 0 among them, may hold anything, NaN included, and must not influence the
   result.
 - sm_scale is an argument: it follows from the model's heads before they were absorbed, not from 512 or 576 channels.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -41,7 +42,7 @@ import math
 
 import torch
 
-from mkb_env.problems.attention.common import softmax_allowance
+from mkb_env.problems.attention.common import amplify, softmax_allowance
 from mkb_env.problems.contract import Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, offsets, permutation, uniform
 
@@ -55,7 +56,7 @@ PAGE = 64
 SM_SCALE = 0.1352337788608801
 """192^-0.5 (0.1 ln 40 + 1)^2: 192 channels before absorption; the model's scaling of positions."""
 # "tokens": [selected, context] of each. Every "mixed"-th list has slots and -1 in random order. "poison": unlisted rows
-# hold NaN.
+# hold NaN. "loud": see `amplify`.
 WORKLOADS = {
     "full": {
         "tokens": [
@@ -65,6 +66,7 @@ WORKLOADS = {
         ],
         "K": 2048,
         "P": 4096,
+        "loud": [4, 16],
         "sm_scale": SM_SCALE,
         "mixed": 8,
         "poison": True,
@@ -73,6 +75,7 @@ WORKLOADS = {
         "tokens": [[32, 32], [19, 19], [1, 1], [0, 0]],
         "K": 32,
         "P": 4,
+        "loud": [2, 16],
         "sm_scale": SM_SCALE,
         "mixed": 2,
         "poison": True,
@@ -96,6 +99,7 @@ WORKLOADS = {
             "tokens": [[40, 70], [0, 9], [7, 7], [33, 50], [1, 3]],
             "K": 40,
             "P": 9,
+            "loud": [3, 32],
             "sm_scale": 192**-0.5,
             "mixed": 1,
             "poison": True,
@@ -127,6 +131,8 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor 
     """Standard normal queries and cache; lists of random positions in contexts on pages of their own."""
     *tensors, _, _ = input_specs(shape)
     q_nope, q_pe, ckv_cache, kpe_cache = (normal(generator, *size, dtype=dtype) for size, dtype in tensors)
+    for queries in (q_nope, q_pe):
+        amplify(queries, shape)
     indices = _draw_lists(generator, shape)
     if shape.get("poison"):
         listed = torch.zeros(shape["P"] * PAGE + 1, dtype=torch.bool, device=generator.device)

@@ -17,7 +17,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 For request b with m = kv_indptr[b + 1] - kv_indptr[b] slots s_0 ... s_{m-1}, and query head h, which reads key/value
 head g = h // 4, in float32:
   l_j = dot(q[b, h], k_cache[s_j, 0, g]) * sm_scale
-  lse[b, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[b, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[b, h] = sum_j softmax(l)_j * v_cache[s_j, 0, g], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -26,7 +26,7 @@ accumulated in float32. Probabilities rounded to bfloat16 are within the toleran
 Rules:
 - Every listed slot is visible; there is no causal mask.
 - A request with m = 0 has output 0 and lse -inf, not NaN.
-- Slots appear in no particular order. Requests may share slots.
+- Slots appear in no particular order. Requests may share slots. The slots of one request are all different.
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - kv_indptr is fixed by the workload and its values are visible to host code; kv_indices is not.
 - The inputs are not changed; both outputs are new tensors.

@@ -28,6 +28,7 @@ def _heads_first(cache: torch.Tensor) -> torch.Tensor:
 
 
 WRONG = {
+    "no maximum subtracted": partial(reference, attention=blocked(shifted=False)),
     "whole last pages": variants.altered(reference, lambda last: torch.full_like(last, 64), 5),
     "a full last page counts as empty": variants.altered(reference, lambda last: last % 64, 5),
     "the last key left out": partial(reference, attention=blocked(visible=variants.without_own)),

@@ -9,7 +9,7 @@ Inputs, contiguous and row-major:
   v_cache           [P, 64, 8, 128]  bfloat16  values by page and row
   kv_indptr         [B + 1]          int32     counts pages: 0 = kv_indptr[0] <= ... <= kv_indptr[B] = N
   kv_indices        [N]              int32     pages in [0, P): those of request b begin at place kv_indptr[b]
-  kv_last_page_len  [B]              int32     tokens in the last page of a request, 1 to 64
+  kv_last_page_len  [B]              int32     tokens in the last page, 1 to 64; 0 for a request without pages
   sm_scale          float                      factor of the logits
 
 Outputs, a tuple in this order, contiguous and row-major:
@@ -19,7 +19,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 For request b with m tokens, token j in row r_j = j mod 64 of page p_j = kv_indices[kv_indptr[b] + j // 64], and query
 head h, which reads key/value head g = h // 4, in float32:
   l_j = dot(q[b, h], k_cache[p_j, r_j, g]) * sm_scale
-  lse[b, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[b, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[b, h] = sum_j softmax(l)_j * v_cache[p_j, r_j, g], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -33,6 +33,7 @@ Rules:
 - Cache rows that belong to no request, the rows of a last page beyond its length among them, may hold anything, NaN
   included, and must not influence the result.
 - kv_indptr and kv_last_page_len are fixed by the workload and their values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -67,14 +68,15 @@ WORKLOADS = {
     "full": {
         "lengths": [*(64 * (pages - 1) + 1 + 37 * b % 64 for b, pages in enumerate(PAGES)), 0],
         "P": 6000,
+        "loud": [2, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [5, 67, 0, 64], "P": 6, "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [5, 67, 0, 64], "P": 6, "loud": [2, 64], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 1237 * b % 9001 for b in range(9)], "P": 800, "sm_scale": SM_SCALE, "shared_prefix": 2},
         {"lengths": [0, 64, 65, 4097, 1, 12800], "P": 300, "sm_scale": SM_SCALE, "poison": True},
-        {"lengths": [1, 0, 130, 128, 63], "P": 11, "sm_scale": 0.125, "poison": True},
+        {"lengths": [1, 0, 130, 128, 63], "P": 11, "loud": [3, 64], "sm_scale": 0.125, "poison": True},
     ],
 }
 

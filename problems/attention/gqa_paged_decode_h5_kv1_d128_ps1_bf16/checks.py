@@ -23,6 +23,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(paged_decode, attention=blocked(shifted=False)),
     "the last key left out": partial(paged_decode, attention=blocked(visible=variants.without_own)),
     "the keys after the last whole tile of 32 left out": partial(
         paged_decode, attention=blocked(visible=variants.whole_tiles(32))

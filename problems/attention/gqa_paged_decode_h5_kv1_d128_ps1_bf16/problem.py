@@ -18,7 +18,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 For request b with m = kv_indptr[b + 1] - kv_indptr[b] slots s_0 ... s_{m-1}, and query head h, which reads key/value
 head 0, in float32:
   l_j = dot(q[b, h], k_cache[s_j, 0, 0]) * sm_scale
-  lse[b, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[b, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[b, h] = sum_j softmax(l)_j * v_cache[s_j, 0, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -27,9 +27,10 @@ accumulated in float32. Probabilities rounded to bfloat16 are within the toleran
 Rules:
 - Every listed slot is visible; there is no causal mask.
 - A request with m = 0 has output 0 and lse -inf, not NaN.
-- Slots appear in no particular order. Requests may share slots.
+- Slots appear in no particular order. Requests may share slots. The slots of one request are all different.
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - kv_indptr is fixed by the workload and its values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -58,14 +59,15 @@ WORKLOADS = {
             *(2049, 4097, 6001, 9001, 0),
         ],
         "P": 53248,
+        "loud": [4, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [33, 1, 0, 64, 18], "P": 128, "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [33, 1, 0, 64, 18], "P": 128, "loud": [2, 64], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 211 * b % 2999 for b in range(33)], "P": 65536, "sm_scale": SM_SCALE},
         {"lengths": [0, 1, 2, 63, 65, 20011, 0], "P": 20480, "sm_scale": SM_SCALE, "poison": True},
-        {"lengths": [5, 71, 0, 3, 130, 31], "P": 251, "sm_scale": 0.125, "poison": True},
+        {"lengths": [5, 71, 0, 3, 130, 31], "P": 251, "loud": [2, 64], "sm_scale": 0.125, "poison": True},
     ],
 }
 

@@ -25,6 +25,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(page_prefill, attention=blocked(shifted=False)),
     "the diagonal ends at the last page's end": partial(page_prefill, attention=blocked(visible=variants.in_pages(64))),
     "the diagonal left out": partial(page_prefill, attention=blocked(visible=variants.without_own)),
     "a full last page counts as empty": variants.altered(page_prefill, lambda last: last % 64, 6),

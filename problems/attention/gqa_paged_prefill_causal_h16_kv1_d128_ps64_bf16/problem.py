@@ -10,7 +10,7 @@ Inputs, contiguous and row-major:
   qo_indptr         [B + 1]          int32     0 = qo_indptr[0] <= ... <= qo_indptr[B] = Tq
   kv_indptr         [B + 1]          int32     counts pages: 0 = kv_indptr[0] <= ... <= kv_indptr[B] = N
   kv_indices        [N]              int32     pages in [0, P): those of request b begin at place kv_indptr[b]
-  kv_last_page_len  [B]              int32     tokens in the last page of a request, 1 to 64
+  kv_last_page_len  [B]              int32     tokens in the last page, 1 to 64; 0 for a request without pages
   sm_scale          float                      factor of the logits
 
 Outputs, a tuple in this order, contiguous and row-major:
@@ -21,7 +21,7 @@ For request b with n = qo_indptr[b + 1] - qo_indptr[b] queries and m keys, key j
 kv_indices[kv_indptr[b] + j // 64], query i = 0 ... n - 1 in row t = qo_indptr[b] + i, and query head h, which reads
 key/value head 0, in float32:
   l_j = dot(q[t, h], k_cache[p_j, r_j, 0]) * sm_scale    for the visible keys, j <= i + (m - n)
-  lse[t, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * v_cache[p_j, r_j, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -40,6 +40,7 @@ Rules:
   included, and must not influence the result.
 - qo_indptr, kv_indptr and kv_last_page_len are fixed by the workload and their values are visible to host code;
   kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -66,12 +67,14 @@ WORKLOADS = {
             *([9, 2], [0, 0], [0, 65], [2, 0]),
         ],
         "P": 2048,
+        "loud": [4, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
     "small": {
         "requests": [[4, 68], [5, 5], [1, 64], [6, 2], [0, 0], [2, 0], [0, 3]],
         "P": 8,
+        "loud": [3, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -88,7 +91,13 @@ WORKLOADS = {
             "sm_scale": SM_SCALE,
             "poison": True,
         },
-        {"requests": [[3, 128], [0, 64], [5, 131], [11, 10]], "P": 13, "sm_scale": 0.125, "poison": True},
+        {
+            "requests": [[3, 128], [0, 64], [5, 131], [11, 10]],
+            "P": 13,
+            "loud": [3, 64],
+            "sm_scale": 0.125,
+            "poison": True,
+        },
     ],
 }
 

@@ -23,6 +23,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(paged_prefill, attention=blocked(shifted=False)),
     "causal from the first key, without the prefix": partial(
         paged_prefill, attention=blocked(visible=variants.at_start)
     ),

@@ -20,7 +20,7 @@ For request b with n = qo_indptr[b + 1] - qo_indptr[b] queries and m = kv_indptr
 s_{m-1}, query i = 0 ... n - 1 in row t = qo_indptr[b] + i, and query head h, which reads key/value head g = h // 3, in
 float32:
   l_j = dot(q[t, h], k_cache[s_j, 0, g]) * sm_scale    for the visible keys, j <= i + (m - n)
-  lse[t, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * v_cache[s_j, 0, g], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -35,6 +35,7 @@ Rules:
 - The order of the list is the order of the keys, while the slots themselves are in no order. Requests may share slots.
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - qo_indptr and kv_indptr are fixed by the workload and their values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -61,12 +62,14 @@ WORKLOADS = {
             *([0, 0], [0, 40], [10, 4], [3, 0]),
         ],
         "P": 32768,
+        "loud": [8, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
     "small": {
         "requests": [[9, 9], [5, 17], [0, 5], [6, 2], [2, 0], [0, 0], [1, 4]],
         "P": 48,
+        "loud": [4, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -77,7 +80,13 @@ WORKLOADS = {
             "sm_scale": SM_SCALE,
         },
         {"requests": [[640, 641], [0, 0], [95, 95], [10, 4]], "P": 800, "sm_scale": SM_SCALE, "poison": True},
-        {"requests": [[3, 0], [13, 21], [4, 1], [11, 11], [0, 6]], "P": 53, "sm_scale": 0.125, "poison": True},
+        {
+            "requests": [[3, 0], [13, 21], [4, 1], [11, 11], [0, 6]],
+            "P": 53,
+            "loud": [7, 64],
+            "sm_scale": 0.125,
+            "poison": True,
+        },
     ],
 }
 

@@ -25,6 +25,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(page_prefill, attention=blocked(shifted=False)),
     "the diagonal ends at the last page's end": partial(page_prefill, attention=blocked(visible=variants.in_pages(64))),
     "causal from the first key, without the prefix": partial(
         page_prefill, attention=blocked(visible=variants.at_start)

@@ -29,6 +29,7 @@ def _sorted(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 WRONG = {
+    "no maximum subtracted": partial(paged_prefill, attention=blocked(shifted=False)),
     "causal from the first key, without the prefix": partial(
         paged_prefill, attention=blocked(visible=variants.at_start)
     ),

@@ -19,7 +19,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 For request b with n = qo_indptr[b + 1] - qo_indptr[b] queries and m = kv_indptr[b + 1] - kv_indptr[b] slots s_0 ...
 s_{m-1}, query i = 0 ... n - 1 in row t = qo_indptr[b] + i, and query head h, which reads key/value head 0, in float32:
   l_j = dot(q[t, h], k_cache[s_j, 0, 0]) * sm_scale    for the visible keys, j <= i + (m - n)
-  lse[t, h] = log2(sum_j exp(l_j))                  (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))                  (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * v_cache[s_j, 0, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -34,6 +34,7 @@ Rules:
 - The order of the list is the order of the keys, while the slots themselves are in no order. Requests may share slots.
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - qo_indptr and kv_indptr are fixed by the workload and their values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -62,12 +63,14 @@ WORKLOADS = {
             *([0, 0], [0, 9], [12, 5], [2, 0]),
         ],
         "P": 44032,
+        "loud": [10, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
     "small": {
         "requests": [[17, 17], [6, 30], [0, 4], [5, 2], [0, 0], [2, 0], [1, 3]],
         "P": 64,
+        "loud": [10, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -83,7 +86,13 @@ WORKLOADS = {
             "sm_scale": SM_SCALE,
             "poison": True,
         },
-        {"requests": [[7, 3], [41, 66], [1, 0], [0, 2], [19, 19]], "P": 97, "sm_scale": 0.125, "poison": True},
+        {
+            "requests": [[7, 3], [41, 66], [1, 0], [0, 2], [19, 19]],
+            "P": 97,
+            "loud": [10, 64],
+            "sm_scale": 0.125,
+            "poison": True,
+        },
     ],
 }
 

@@ -24,6 +24,8 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(ragged_prefill, attention=blocked(shifted=False)),
+    "no more than 64 keys": partial(ragged_prefill, attention=blocked(visible=variants.first_keys(64))),
     "keys found by qo_indptr": lambda q, k, v, qo, kv, scale: ragged_prefill(q, k, v, qo, qo, scale),
     "causal from the first key, without the prefix": partial(
         ragged_prefill, attention=blocked(visible=variants.at_start)

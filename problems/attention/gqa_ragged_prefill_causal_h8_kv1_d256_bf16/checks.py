@@ -28,6 +28,8 @@ def _half(q: torch.Tensor) -> torch.Tensor:
 
 
 WRONG = {
+    "no maximum subtracted": partial(ragged_prefill, attention=blocked(shifted=False)),
+    "no more than 64 keys": partial(ragged_prefill, attention=blocked(visible=variants.first_keys(64))),
     "half of the channels in the logits": variants.altered(ragged_prefill, _half, 0),
     "the diagonal one key too far": partial(ragged_prefill, attention=blocked(visible=variants.with_next)),
     "causal from the first key, without the prefix": partial(

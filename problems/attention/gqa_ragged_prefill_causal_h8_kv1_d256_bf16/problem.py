@@ -19,7 +19,7 @@ For request b with n = qo_indptr[b + 1] - qo_indptr[b] queries and m = kv_indptr
 ... n - 1 in row t = qo_indptr[b] + i, key j in row s_j = kv_indptr[b] + j, and query head h, which reads key/value head
 0, in float32:
   l_j = dot(q[t, h], k[s_j, 0]) * sm_scale    for the visible keys, j <= i + (m - n)
-  lse[t, h] = log2(sum_j exp(l_j))            (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))            (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * v[s_j, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -32,8 +32,9 @@ Rules:
   request, with m = 0 all of them.
 - n, m, or both may be 0. A request with n = 0 has no row in the outputs, but may well have keys.
 - A query never sees a key of another request.
-- sm_scale is an argument, and not always the same power of the number of channels.
+- sm_scale is an argument and need not be 1 / sqrt(256).
 - qo_indptr and kv_indptr are fixed by the workload and their values are visible to host code.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -60,16 +61,21 @@ QUERIES = [*(13 + 29 * b % 90 for b in range(60)), 512, 777, 1024, 1500]
 WORKLOADS = {
     "full": {
         "requests": [*([n, n + 17 * b % 65] for b, n in enumerate(QUERIES)), [0, 0], [0, 5], [5, 3], [2, 0]],
+        "loud": [8, 64],
         "sm_scale": SM_SCALE,
     },
-    "small": {"requests": [[17, 21], [1, 9], [0, 5], [7, 3], [0, 0], [2, 0], [6, 6]], "sm_scale": OTHER_SCALE},
+    "small": {
+        "requests": [[17, 21], [2, 83], [0, 5], [7, 3], [0, 0], [2, 0], [6, 6]],
+        "loud": [4, 64],
+        "sm_scale": OTHER_SCALE,
+    },
     "heldout": [
         {
             "requests": [[35, 35], [71, 135], [0, 5], [640, 641], [1, 300], [66, 66]],
             "sm_scale": OTHER_SCALE,
         },
         {"requests": [[0, 0], [2048, 2050], [5, 3], [16, 16], [127, 191]], "sm_scale": SM_SCALE},
-        {"requests": [[2, 0], [23, 31], [5, 1], [0, 3], [13, 13]], "sm_scale": 0.1},
+        {"requests": [[2, 0], [23, 31], [5, 1], [0, 3], [6, 6], [3, 93]], "loud": [5, 64], "sm_scale": 0.1},
     ],
 }
 

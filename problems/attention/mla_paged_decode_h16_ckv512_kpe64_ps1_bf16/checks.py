@@ -23,6 +23,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(reference, attention=blocked(shifted=False)),
     "no rotary channels in the logits": variants.altered(reference, torch.zeros_like, 1),
     "scale of 576 channels": variants.altered(reference, lambda _: 576**-0.5, -1),
     "the last key left out": partial(reference, attention=blocked(visible=variants.without_own)),

@@ -18,7 +18,7 @@ Outputs, a tuple in this order, contiguous and row-major:
 
 For request b with m = kv_indptr[b + 1] - kv_indptr[b] slots s_0 ... s_{m-1}, and head h, in float32:
   l_j = (dot(q_nope[b, h], ckv_cache[s_j, 0]) + dot(q_pe[b, h], kpe_cache[s_j, 0])) * sm_scale
-  lse[b, h] = log2(sum_j exp(l_j))                     (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[b, h] = log2(sum_j exp(l_j))                     (that is logsumexp(l) / ln 2; exp is to base e)
   output[b, h] = sum_j softmax(l)_j * ckv_cache[s_j, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -28,10 +28,11 @@ Rules:
 - All 16 heads share the rows of the caches.
 - Every listed slot is visible; there is no causal mask.
 - A request with m = 0 has output 0 and lse -inf, not NaN.
-- Slots appear in no particular order. Requests may share slots.
+- Slots appear in no particular order. Requests may share slots. The slots of one request are all different.
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - sm_scale is an argument: it follows from the model's heads before they were absorbed, not from 512 or 576 channels.
 - kv_indptr is fixed by the workload and its values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -70,14 +71,15 @@ WORKLOADS = {
             *(3299, 5000, 7001, 9197),
         ],
         "P": 131072,
+        "loud": [2, 16],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [19, 33, 0, 1], "P": 64, "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [19, 33, 0, 1], "P": 64, "loud": [2, 16], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 613 * b % 4099 for b in range(11)], "P": 32768, "sm_scale": SM_SCALE, "shared_prefix": 128},
         {"lengths": [0, 12345, 63, 1], "P": 13000, "sm_scale": 192**-0.5, "poison": True},
-        {"lengths": [3, 0, 70, 2, 37], "P": 131, "sm_scale": 192**-0.5, "poison": True},
+        {"lengths": [3, 0, 70, 2, 37], "P": 131, "loud": [3, 32], "sm_scale": 192**-0.5, "poison": True},
     ],
 }
 

@@ -24,6 +24,7 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
 
 
 WRONG = {
+    "no maximum subtracted": partial(reference, attention=blocked(shifted=False)),
     "no rotary channels in the logits": variants.altered(reference, torch.zeros_like, 1),
     "scale of 192 channels alone": variants.altered(reference, lambda _: 192**-0.5, -1),
     "causal from the first key, without the prefix": partial(reference, attention=blocked(visible=variants.at_start)),

@@ -21,7 +21,7 @@ For request b with n = qo_indptr[b + 1] - qo_indptr[b] queries and m = kv_indptr
 s_{m-1}, query i = 0 ... n - 1 in row t = qo_indptr[b] + i, and head h, in float32:
   l_j = (dot(q_nope[t, h], ckv_cache[s_j, 0]) + dot(q_pe[t, h], kpe_cache[s_j, 0])) * sm_scale
                                                      for the visible keys, j <= i + (m - n)
-  lse[t, h] = log2(sum_j exp(l_j))                     (base 2 of the natural sum: logsumexp(l) / ln 2)
+  lse[t, h] = log2(sum_j exp(l_j))                     (that is logsumexp(l) / ln 2; exp is to base e)
   output[t, h] = sum_j softmax(l)_j * ckv_cache[s_j, 0], rounded once to bfloat16
 
 Numerics: inputs are widened to float32; dot products, softmax (with the maximum subtracted) and the weighted sum are
@@ -38,6 +38,7 @@ Rules:
 - Cache slots that no request lists may hold anything, NaN included, and must not influence the result.
 - sm_scale is an argument: it follows from the model's heads before they were absorbed, not from 512 or 576 channels.
 - qo_indptr and kv_indptr are fixed by the workload and their values are visible to host code; kv_indices is not.
+- Logits may be several hundred in size.
 - The inputs are not changed; both outputs are new tensors.
 """
 
@@ -76,12 +77,14 @@ WORKLOADS = {
             *([0, 0], [0, 15], [13, 5], [2, 0]),
         ],
         "P": 131072,
+        "loud": [6, 16],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
     "small": {
         "requests": [[7, 12], [4, 4], [0, 3], [5, 2], [0, 0], [2, 0], [1, 9]],
         "P": 64,
+        "loud": [3, 16],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -97,7 +100,13 @@ WORKLOADS = {
             "sm_scale": SM_SCALE,
             "poison": True,
         },
-        {"requests": [[2, 0], [9, 13], [4, 1], [0, 3], [11, 11]], "P": 37, "sm_scale": 192**-0.5, "poison": True},
+        {
+            "requests": [[2, 0], [9, 13], [4, 1], [0, 3], [11, 11]],
+            "P": 37,
+            "loud": [5, 32],
+            "sm_scale": 192**-0.5,
+            "poison": True,
+        },
     ],
 }
 

@@ -28,6 +28,8 @@ def _without_rotary(q: torch.Tensor) -> torch.Tensor:
 
 
 WRONG = {
+    "no maximum subtracted": partial(ragged_prefill, attention=blocked(shifted=False)),
+    "no more than 64 keys": partial(ragged_prefill, attention=blocked(visible=variants.first_keys(64))),
     "no rotary channels in the logits": variants.altered(ragged_prefill, _without_rotary, 0),
     "keys found by qo_indptr": lambda q, k, v, qo, kv, scale: ragged_prefill(q, k, v, qo, qo, scale),
     "the diagonal left out": partial(ragged_prefill, attention=blocked(visible=variants.without_own)),
