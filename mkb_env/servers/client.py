@@ -176,10 +176,17 @@ class ServerClient:
         return connection is not None
 
     def _log_tail(self) -> str:
-        try:
-            text = self.log_path.read_text(errors="replace").strip()
-        except OSError:
-            return "it left no log"
+        """The end of the server's log, once it has stopped growing: a dying server may still be writing."""
+        text, before = "", None
+        for _ in range(20):
+            try:
+                text = self.log_path.read_text(errors="replace").strip()
+            except OSError:
+                return "it left no log"
+            if text == before:
+                break
+            before = text
+            time.sleep(0.1)
         return f"the end of its log: {text[-1500:]}" if text else "its log is empty"
 
 
