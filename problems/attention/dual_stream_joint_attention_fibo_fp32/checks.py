@@ -57,6 +57,7 @@ def _check_angles(inputs: Sequence[Any]) -> None:
     sizes = (*inputs[0].shape[1:3], inputs[3].shape[1])
     shape = next(s for s in shapes if (s["grid"][0] * s["grid"][1], s["N"], s["St"]) == sizes)
     ids = torch.zeros(shape["St"] + sizes[0], 3)
+    ids[: shape["St"], 0] = torch.arange(shape["St"]) + 1
     ids[shape["St"] :, 1] = torch.arange(sizes[0]) // shape["grid"][1]
     ids[shape["St"] :, 2] = torch.arange(sizes[0]) % shape["grid"][1]
     for ours, theirs in zip(inputs[10:12], FluxPosEmbed(10000, shape["axes"])(ids), strict=True):
@@ -137,7 +138,17 @@ def _one_stream(*inputs: Any) -> Pair:
     return problem.reference(*values)
 
 
+def _text_not_rotated(*inputs: Any) -> Pair:
+    """Text positions have cosine 1 and sine 0."""
+    text = inputs[3].shape[1]
+    cos, sin = (torch.cat((x[:text] * 0 + value, x[text:])) for x, value in zip(inputs[10:12], (1, 0), strict=True))
+    values: list[Any] = [*inputs[:10], cos, sin, *inputs[12:]]
+    return problem.reference(*values)
+
+
 WRONG = {
+    "text not rotated": _text_not_rotated,
+    "no eps": altered(problem.reference, lambda _: 0.0, 13),
     "padded text keys visible": _no_mask,
     "rotation pairs of half-split channels": _halves,
     "the image's norm weights for the text, too": _one_stream,

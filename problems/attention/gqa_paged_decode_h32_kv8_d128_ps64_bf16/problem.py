@@ -72,11 +72,11 @@ WORKLOADS = {
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [5, 67, 0, 64], "P": 6, "loud": [2, 64], "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [5, 67, 0, 64], "P": 6, "loud": [1, 64], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 1237 * b % 9001 for b in range(9)], "P": 800, "sm_scale": SM_SCALE, "shared_prefix": 2},
         {"lengths": [0, 64, 65, 4097, 1, 12800], "P": 300, "sm_scale": SM_SCALE, "poison": True},
-        {"lengths": [1, 0, 130, 128, 63], "P": 11, "loud": [3, 64], "sm_scale": 0.125, "poison": True},
+        {"lengths": [63, 0, 130, 128, 1], "P": 11, "loud": [1, 64], "sm_scale": 0.125, "poison": True},
     ],
 }
 

@@ -63,7 +63,7 @@ WORKLOADS = {
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [33, 1, 0, 64, 18], "P": 128, "loud": [2, 64], "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [64, 1, 0, 33, 18], "P": 128, "loud": [1, 64], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 211 * b % 2999 for b in range(33)], "P": 65536, "sm_scale": SM_SCALE},
         {"lengths": [0, 1, 2, 63, 65, 20011, 0], "P": 20480, "sm_scale": SM_SCALE, "poison": True},

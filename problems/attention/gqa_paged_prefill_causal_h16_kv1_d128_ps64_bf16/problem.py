@@ -74,7 +74,7 @@ WORKLOADS = {
     "small": {
         "requests": [[4, 68], [5, 5], [1, 64], [6, 2], [0, 0], [2, 0], [0, 3]],
         "P": 8,
-        "loud": [3, 64],
+        "loud": [1, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -94,7 +94,7 @@ WORKLOADS = {
         {
             "requests": [[3, 128], [0, 64], [5, 131], [11, 10]],
             "P": 13,
-            "loud": [3, 64],
+            "loud": [1, 64],
             "sm_scale": 0.125,
             "poison": True,
         },

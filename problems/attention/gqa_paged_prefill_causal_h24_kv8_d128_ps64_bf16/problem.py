@@ -74,7 +74,7 @@ WORKLOADS = {
     "small": {
         "requests": [[3, 67], [4, 4], [1, 64], [7, 3], [0, 0], [2, 0], [0, 5]],
         "P": 8,
-        "loud": [3, 64],
+        "loud": [1, 64],
         "sm_scale": SM_SCALE,
         "poison": True,
     },
@@ -91,7 +91,7 @@ WORKLOADS = {
             "sm_scale": SM_SCALE,
             "poison": True,
         },
-        {"requests": [[1, 128], [0, 1], [3, 130], [9, 8]], "P": 11, "loud": [3, 64], "sm_scale": 0.125, "poison": True},
+        {"requests": [[1, 128], [0, 1], [3, 130], [9, 8]], "P": 11, "loud": [1, 64], "sm_scale": 0.125, "poison": True},
     ],
 }
 

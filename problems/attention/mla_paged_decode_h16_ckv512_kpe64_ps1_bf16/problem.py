@@ -75,11 +75,11 @@ WORKLOADS = {
         "sm_scale": SM_SCALE,
         "poison": True,
     },
-    "small": {"lengths": [19, 33, 0, 1], "P": 64, "loud": [2, 16], "sm_scale": SM_SCALE, "poison": True},
+    "small": {"lengths": [19, 33, 0, 1], "P": 64, "loud": [1, 16], "sm_scale": SM_SCALE, "poison": True},
     "heldout": [
         {"lengths": [1 + 613 * b % 4099 for b in range(11)], "P": 32768, "sm_scale": SM_SCALE, "shared_prefix": 128},
         {"lengths": [0, 12345, 63, 1], "P": 13000, "sm_scale": 192**-0.5, "poison": True},
-        {"lengths": [3, 0, 70, 2, 37], "P": 131, "loud": [3, 32], "sm_scale": 192**-0.5, "poison": True},
+        {"lengths": [37, 0, 70, 2, 3], "P": 131, "loud": [1, 32], "sm_scale": 192**-0.5, "poison": True},
     ],
 }
 
