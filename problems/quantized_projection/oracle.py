@@ -168,6 +168,13 @@ def no_floor(x: torch.Tensor) -> torch.Tensor:
     return (common.fp8_round(blocks / scale).float() * scale).flatten(-2)
 
 
+def floored(x: torch.Tensor, floor: float) -> torch.Tensor:
+    """A fault: another floor under the largest element of a block."""
+    blocks = x.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(dim=-1, keepdim=True).clamp_min(floor) / 448
+    return (common.fp8_round(blocks / scale).float() * scale).flatten(-2)
+
+
 def transposed_scales(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A fault: the weight's scales are read column by column."""
     return common.fp8_linear(x, weight, scale.flatten().view(scale.shape[::-1]).T.contiguous())
