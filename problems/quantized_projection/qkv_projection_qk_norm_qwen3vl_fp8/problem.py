@@ -31,7 +31,8 @@ before the norm, whose result is rounded once, to nearest even. The norm's weigh
 
 Rules:
 - H is a multiple of 128; T is any positive number. There is no rotary embedding here.
-- A token may be all zero: then its q, k and v are 0. A token may hold single elements far larger than the rest.
+- A token may be all zero: then its q, k and v are 0. It may be so small that the 1e-6 matters, or the 1e-10 does. A
+  token may hold single elements far larger than the rest.
 - w_qkv holds no NaN.
 - The inputs are not changed; each output is a new tensor.
 """
@@ -58,7 +59,7 @@ INPUTS = ("x", "w_qkv", "w_scale", "q_norm_w", "k_norm_w", "num_q_heads", "num_k
 OUTPUTS = ("q", "k", "v")
 HOST_VISIBLE = ()
 EPS = 1e-6
-ROWS = {"outliers": 0.01, "row_factors": [0.0, 2.0**-11]}
+ROWS = {"outliers": 0.01, "row_factors": [0.0, 2.0**-11, 2.0**-31, 2.0**-40]}
 WORKLOADS = {
     "full": {"T": 4096, "H": 4096, "Hq": 32, "Hk": 8, **ROWS},
     "small": {"T": 8, "H": 256, "Hq": 2, "Hk": 1, **ROWS},
