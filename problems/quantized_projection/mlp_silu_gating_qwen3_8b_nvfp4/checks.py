@@ -50,8 +50,18 @@ def _factors_last(x: torch.Tensor, x_gscale: torch.Tensor, *weights: torch.Tenso
     return (oracle.swiglu(g, u) * weights[2] * weights[5]).bfloat16()
 
 
+def _beyond_448(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of a wider format, so that nothing saturates."""
+    codes, scale = common.fp4_quantize(x, gscale)
+    wide_codes, wide_scale = common.fp4_quantize(x.float() / 4, gscale)
+    full = scale.float() == 448
+    scale = torch.where(full, 4 * wide_scale.float(), scale.float())
+    return torch.where(full.repeat_interleave(8, dim=-1), wide_codes, codes), scale
+
+
 WRONG = {
     **{name: _variant(quantizer) for name, quantizer in oracle.FP4_FAULTS.items()},
+    "scales not limited to 448": _variant(_beyond_448),
     "activations not quantised": _variant(None),
     "the gate's factor for both weights": _one_factor,
     "factors applied after silu": _factors_last,
