@@ -108,6 +108,13 @@ def _unbiased(x: torch.Tensor, gate_w: torch.Tensor, bias: torch.Tensor, k: int)
     return route(x, gate_w, torch.zeros_like(bias), k)
 
 
+def _rounded_logits(x: torch.Tensor, gate_w: torch.Tensor, bias: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    p = (x.float() @ gate_w.T).bfloat16().float().softmax(-1)
+    chosen = best(p + bias, k)
+    weights = p.gather(-1, chosen)
+    return chosen, weights / weights.sum(-1, keepdim=True)
+
+
 def _rounded_weights(x: torch.Tensor, gate_w: torch.Tensor, bias: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     chosen, weights = route(x, gate_w, bias, k)
     return chosen, weights.bfloat16().float()
@@ -125,6 +132,7 @@ def _float32_inside(x: torch.Tensor, gate_w: torch.Tensor, bias: torch.Tensor, *
 WRONG = {
     "weights with the bias": _variant(_biased_weights),
     "weights not normalised": _variant(_not_normalised),
+    "router logits rounded to bfloat16": _variant(_rounded_logits),
     "the choice without the bias": _variant(_unbiased),
     "gate and up rows swapped": _variant(swap=True),
     "no shared expert": _variant(shared=0.0),

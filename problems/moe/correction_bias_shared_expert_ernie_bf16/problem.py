@@ -32,8 +32,8 @@ as written; keeping them in float32 is within the tolerance. The final sum is ro
 
 Rules:
 - The number of tokens per expert is drawn with the data; it may be 0 or T.
-- On equal biased values the lower expert comes first. No choice hangs on float32 rounding: the last chosen and the
-  first rejected expert differ by at least 2e-5 in p + correction_bias.
+- No choice hangs on a tie or on float32 rounding: the last chosen and the first rejected expert differ by at least
+  2e-5 in p + correction_bias. Logits rounded to bfloat16 may choose others.
 - The inputs are not changed; out is a new tensor.
 """
 
@@ -65,16 +65,19 @@ HOST_VISIBLE = ()
 MARGIN = 2e-5
 FLOOR = 1e-12
 SIZES = {"H": 2560, "I": 1536, "E": 64, "k": 6, "Is": 3072, "bias": 0.01}
+TINY = {"bias": 0.02, "twins": 0.002}
 WORKLOADS = {
     "full": SIZES | {"T": 2048, "shifts": [[[11], -1.0]]},
-    "small": {"T": 8, "H": 64, "I": 32, "E": 8, "k": 2, "Is": 64, "bias": 0.1, "shifts": [[[6], -1.0]]},
+    "small": TINY | {"T": 24, "H": 64, "I": 16, "E": 32, "k": 5, "Is": 32, "shifts": [[[6, 7], -1.0]]},
     "heldout": [
         SIZES | {"T": 37, "shifts": []},
         SIZES | {"T": 513, "shifts": [[[5, 17, 40], 1.0]]},
-        {"T": 21, "H": 40, "I": 24, "E": 10, "k": 3, "Is": 56, "bias": 0.05, "shifts": [[[4], 1.0]]},
+        TINY | {"T": 21, "H": 40, "I": 24, "E": 10, "k": 3, "Is": 56, "shifts": [[[4, 5], 1.0]]},
     ],
 }
-"""``shifts``: what is added to the bias of some experts, so that all tokens choose them or none does."""
+"""``shifts``: what is added to the bias of some experts, so that all tokens choose them or none does.
+``twins``: experts 2 i and 2 i + 1 have one bias and logits that differ by about so much; of an odd k one is left out.
+"""
 
 
 def input_specs(shape: Shape) -> tuple[Spec, ...]:
@@ -105,6 +108,9 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[Any, ...]:
     hidden, inner, experts, shared = (shape[key] for key in ("H", "I", "E", "Is"))
     gate_w = normal(generator, experts, hidden, scale=hidden**-0.5)
     bias = uniform(generator, experts, low=-shape["bias"], high=shape["bias"])
+    if "twins" in shape:
+        gate_w[1::2] = gate_w[::2] + shape["twins"] * gate_w[1::2]
+        bias[1::2] = bias[::2]
     bias += per_expert(experts, shape["shifts"], generator.device)
 
     def good(x: torch.Tensor) -> torch.Tensor:
