@@ -23,10 +23,10 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
         row = x[t].double()
         logits = (gate_w.double() * row).sum(1).tolist()
         chosen = choose_by_sorting(logits, k)
-        total = math.fsum(math.exp(logits[e]) for e in chosen)
+        p = [math.exp(logits[e] - max(logits)) for e in chosen]
         gate = 1 / (1 + math.exp(-float(shared_gate[0].double().dot(row))))
         weighted = [(gate, shared_gate_up, shared_down)]
-        weighted += [(math.exp(logits[e]) / total, w_gate_up[e], w_down[e]) for e in chosen]
+        weighted += [(q / math.fsum(p), w_gate_up[e], w_down[e]) for e, q in zip(chosen, p, strict=True)]
         want = torch.zeros_like(row)
         for weight, both, down in weighted:
             g, u = both.double().mv(row).tensor_split(2)
@@ -63,7 +63,9 @@ def _transformers(inputs: Sequence[Any], truth: torch.Tensor) -> None:
     }
     block.load_state_dict(state)
     with torch.no_grad():
-        torch.testing.assert_close(block(x.double().unsqueeze(0))[0], truth, rtol=1e-5, atol=1e-5)
+        size = truth.abs().amax(dim=1, keepdim=True)
+        got = block(x.double().unsqueeze(0))[0]
+    torch.testing.assert_close(got / size, truth / size, rtol=1e-5, atol=1e-5)
 
 
 def _variant(
@@ -91,6 +93,13 @@ def _over_all(x: torch.Tensor, gate_w: torch.Tensor, k: int) -> tuple[torch.Tens
     return chosen, logits.softmax(-1).gather(-1, chosen)
 
 
+def _plain_exp(x: torch.Tensor, gate_w: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = x.float() @ gate_w.float().T
+    chosen = best(logits, k)
+    e = logits.gather(-1, chosen).exp()
+    return chosen, e / e.sum(-1, keepdim=True)
+
+
 def _one_fewer(x: torch.Tensor, gate_w: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return route(x, gate_w, k - 1)
 
@@ -113,6 +122,7 @@ def _float32_inside(x: torch.Tensor, gate_w: torch.Tensor, w_gate_up: torch.Tens
 
 WRONG = {
     "weights normalised over all experts": _variant(_over_all),
+    "softmax without the maximum subtracted": _variant(_plain_exp),
     "the last choice left out": _variant(_one_fewer),
     "weights in another order than the choices": _variant(_shuffled),
     "gate and up rows swapped": _variant(swap=True),

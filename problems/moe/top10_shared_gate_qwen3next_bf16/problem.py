@@ -33,8 +33,9 @@ nearest even.
 
 Rules:
 - The number of tokens per expert is drawn with the data; many experts have few tokens or none.
-- On equal logits the lower expert comes first. No choice hangs on float32 rounding: the last chosen and the first
-  rejected logit differ by at least 1e-3 (rounded to bfloat16 they may be equal).
+- No choice hangs on a tie or on float32 rounding: the last chosen and the first rejected logit differ by at least 1e-3
+  (rounded to bfloat16 they may be equal).
+- Logits of some tokens are several hundred, so that their exponentials exceed float32.
 - The inputs are not changed; out is a new tensor.
 """
 
@@ -45,7 +46,7 @@ from typing import Any
 import torch
 
 from mkb_env.problems.contract import Cost, Shape, Spec
-from mkb_env.problems.drawing import redraw
+from mkb_env.problems.drawing import permutation, redraw
 from mkb_env.problems.moe.common import best, expected_hits, gaps, large_normal, per_expert, routed_swiglu, swiglu
 
 TITLE = "MoE block, 10 of 512 experts, with a gated shared expert"
@@ -64,17 +65,20 @@ INPUTS = (
 OUTPUTS = ("out",)
 HOST_VISIBLE = ()
 MARGIN = 1e-3
+LOUD = 128.0
 SIZES = {"H": 2048, "I": 512, "E": 512, "k": 10, "Is": 512}
 WORKLOADS = {
-    "full": SIZES | {"T": 1024, "gains": [[[300, 301], 0.0]]},
-    "small": {"T": 8, "H": 64, "I": 16, "E": 32, "k": 10, "Is": 16, "gains": [[[3], 3.0], [[9, 30], 0.0]]},
+    "full": SIZES | {"T": 1024, "gains": [[[300, 301], 0.0]], "loud": 2},
+    "small": {"T": 8, "H": 64, "I": 16, "E": 32, "k": 10, "Is": 16, "gains": [[[3], 3.0], [[9, 30], 0.0]], "loud": 2},
     "heldout": [
         SIZES | {"T": 1, "gains": []},
-        SIZES | {"T": 301, "gains": [[list(range(16)), 3.0]]},
-        {"T": 23, "H": 56, "I": 24, "E": 19, "k": 4, "Is": 40, "gains": [[[0], 3.0]]},
+        SIZES | {"T": 301, "gains": [[list(range(16)), 3.0]], "loud": 2},
+        {"T": 23, "H": 56, "I": 24, "E": 19, "k": 4, "Is": 40, "gains": [[[0], 3.0]], "loud": 1},
     ],
 }
-"""``gains``: factors of some experts' router rows, so that some have many tokens and some none."""
+"""``gains``: factors of some experts' router rows, so that some have many tokens and some none.
+``loud``: so many tokens are multiplied by ``LOUD``.
+"""
 
 
 def input_specs(shape: Shape) -> tuple[Spec, ...]:
@@ -109,8 +113,11 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[Any, ...]:
     def good(x: torch.Tensor) -> torch.Tensor:
         return gaps(x.double() @ gate_w.double().T, shape["k"])[:, -1] >= MARGIN
 
+    x = redraw(lambda rows: large_normal(generator, rows, hidden, scale=1.0), good, shape["T"])
+    # Afterwards, so that margins grow with the logits as their rounding does.
+    x[permutation(generator, shape["T"])[: shape.get("loud", 0)]] *= LOUD
     return (
-        redraw(lambda rows: large_normal(generator, rows, hidden, scale=1.0), good, shape["T"]),
+        x,
         gate_w,
         large_normal(generator, experts, 2 * inner, hidden, scale=hidden**-0.5),
         large_normal(generator, experts, hidden, inner, scale=inner**-0.5),
