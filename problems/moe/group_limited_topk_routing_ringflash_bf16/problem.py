@@ -29,8 +29,8 @@ compared exactly.
 Rules:
 - Biased values b may be negative, also those of chosen experts: an expert outside the kept groups is never chosen.
 - Two equal largest b in a group both count in its score.
-- On equal values the lower group or expert comes first. Nothing hangs on float32 rounding: the last kept and first
-  dropped group, and neighbours among the k + 1 largest b of the kept groups, differ by at least 2e-5.
+- No tie decides, nor does float32 rounding: the last kept and first dropped group, and neighbours among the k + 1
+  largest b of the kept groups, differ by at least 2e-5.
 - The inputs are not changed; each output is a new tensor.
 """
 
