@@ -37,7 +37,8 @@ in a small output), none by more than one step of e4m3. As many scales may diffe
 
 Rules:
 - H and L are multiples of 128; T is any positive number.
-- A token may be all zero: then its kv_q and k_pe are 0 and its scales 2^-22. It may be so small that the 1e-6 matters.
+- A token may be all zero: then its kv_q and k_pe are 0 and its scales 2^-22. It may be so small that the 1e-6 matters,
+  or either floor.
 - w_kv_a holds no NaN, and kv_q must hold none.
 - The inputs are not changed; each output is a new tensor.
 """
@@ -74,7 +75,7 @@ EPS = 1e-6
 FLOOR = 1e-4
 SMALLEST_SCALE = 2.0**-22
 FEW, SHARE = 3, 1e-3
-ROW_FACTORS = [0.0, 2.0**-10]
+ROW_FACTORS = [0.0, 2.0**-10, 2.0**-31, 2.0**-40]
 WORKLOADS = {
     "full": {"T": 8192, "H": 7168, "L": 512, "row_factors": ROW_FACTORS},
     "small": {"T": 8, "H": 256, "L": 256, "row_factors": ROW_FACTORS},
