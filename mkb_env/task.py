@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from mkb_env.problems import ProblemRef, find
+from mkb_env.syntax import parse
 
 TIMED_WORKLOADS = {"full": "on a GPU", "small": "in the simulator"}
 """Workload -> where it is the default. Held-out shapes are judged too, and never shown."""
@@ -127,7 +128,8 @@ class Briefing:
         return (
             f"{(ast.get_docstring(self.tree) or '').strip()}\n\n"
             f"The call: solve({', '.join(self.inputs)}) -> {', '.join(self.outputs)}\n\n"
-            f"Shapes that are judged, besides others of the same kind that are not shown:\n{shapes}\n"
+            "Shapes that are judged, besides others of the same kind that are not shown (other keys than sizes say how the "
+            f"inputs are drawn):\n{shapes}\n"
         )
 
 
@@ -138,4 +140,4 @@ def brief(slug: str) -> Briefing:
         ValueError: if there is no such problem.
     """
     ref = find(slug)
-    return Briefing(ref, ast.parse((ref.folder / "problem.py").read_text(encoding="utf-8")))
+    return Briefing(ref, parse((ref.folder / "problem.py").read_text(encoding="utf-8")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
 from typing import Any, SupportsFloat
@@ -12,6 +11,7 @@ import gymnasium as gym
 from mkb_env.env import MAX_TEXT_BYTES, Action, Finish, Kind, Observation, Submit, WriteSkill
 from mkb_env.legality.rules import MAX_SOURCE_BYTES
 from mkb_env.spaces import Utf8, printable
+from mkb_env.syntax import parse
 
 MAX_REPLY_BYTES = 4 * MAX_SOURCE_BYTES
 
@@ -97,7 +97,7 @@ def _parses(text: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(text)
+            parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True

@@ -12,6 +12,7 @@ from mkb_env.dsl import NAMES, get
 from mkb_env.legality import forbidden
 from mkb_env.legality.source import Named, Source, line_of
 from mkb_env.recorder.protocol import Failure, SourceLocation
+from mkb_env.syntax import parse
 
 MAX_SOURCE_BYTES = 300_000
 CANARY = "mkb-baseline-" + "canary"  # joined here, so that this file does not trip over it
@@ -113,7 +114,7 @@ def _parse(source: str) -> ast.Module | Failure:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape sequence is the author's business
-            return ast.parse(source.removeprefix("\ufeff"), filename="submission.py")  # as an import would read it
+            return parse(source.removeprefix("\ufeff"), filename="submission.py")  # as an import would read it
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
         text = line_of(source, line)

@@ -6,6 +6,8 @@ import ast
 import re
 import warnings
 
+from mkb_env.syntax import parse
+
 MAX_SKILL_CHARACTERS = 4000
 
 FENCE = re.compile(r"^\s*(```|~~~)")
@@ -41,7 +43,7 @@ def _is_statement(line: str) -> bool:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                body = ast.parse(candidate).body
+                body = parse(candidate).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in body)

@@ -27,6 +27,8 @@ from mkb_env.judge.pipeline import Pipeline, Submission
 from mkb_env.judge.verdict import Stage
 from mkb_env.servers.wire import runtime_folder
 
+pytestmark = pytest.mark.slow  # minutes on two cores that others use too
+
 SLUG = "rmsnorm_h128_qwen3_30b_bf16"
 DEMO = Path(__file__).parents[2] / "agents/demo"
 GOOD = {dsl: DEMO.joinpath(f"rmsnorm_{dsl}.py").read_text() for dsl in ("cute", "tirx")}

@@ -14,8 +14,8 @@ Output, contiguous and row-major:
   out          [L, E]       float32
 
 The rows of out are those of request 0, then of request 1, and so on. For request r and 0 <= p < seq_lens[r], with
-page = block_table[r, p // BS]:
-  out[seq_lens[0] + ... + seq_lens[r - 1] + p] = float32(src_cache[page, p % BS]) * float32(scale)
+page = block_table[r, p // BS] and e4m3(c) the number that code c stands for:
+  out[seq_lens[0] + ... + seq_lens[r - 1] + p] = e4m3(src_cache[page, p % BS]) * float32(scale)
 
 Numerics: scale is rounded to float32 first; each number is one float32 product, rounded to nearest even, and is
 compared bit for bit, the sign of a zero included. A NaN code gives NaN (any NaN).

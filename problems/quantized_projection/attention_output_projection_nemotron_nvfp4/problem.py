@@ -29,7 +29,7 @@ Then, in float32:
   hidden[t, n] = bfloat16(float32(residual[t, n]) + float32(bfloat16(y[t, n])))
 
 Numerics: divisions are true float32 divisions, also that by s * x_gscale, which is itself rounded to float32. Elements
-often lie on a tie or next to one, so a product with a reciprocal gives other codes and is not within the tolerance.
+may lie on a tie or next to one: a product with a reciprocal may give other codes, and need not be within the tolerance.
 Sums are accumulated in float32; y is rounded to bfloat16 before the residual is added, the sum once more, to nearest
 even. Rounding only once is within the tolerance. A code times its scale is exact in bfloat16; gscale times that is not.
 

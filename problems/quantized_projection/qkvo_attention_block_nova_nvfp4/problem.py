@@ -34,7 +34,7 @@ and with the heads side by side again:
 
 Numerics: products and sums are accumulated in float32, the softmax subtracts its maximum; rounding is to nearest even.
 Unnormalised probabilities rounded to bfloat16, divided by their sum later, are within the tolerance. A code times its
-scale is exact in bfloat16; that times gscale is not, and rounding it to bfloat16 is not within the tolerance.
+scale is exact in bfloat16; that times gscale is not.
 
 Rules:
 - Every query sees every key of its sequence, and no other: there is no mask, no rotary embedding, no norm.
