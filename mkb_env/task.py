@@ -128,8 +128,8 @@ class Briefing:
         return (
             f"{(ast.get_docstring(self.tree) or '').strip()}\n\n"
             f"The call: solve({', '.join(self.inputs)}) -> {', '.join(self.outputs)}\n\n"
-            "Shapes that are judged, besides others of the same kind that are not shown (other keys than sizes say how the "
-            f"inputs are drawn):\n{shapes}\n"
+            "Shapes that are judged, besides others of the same kind that are not shown (other keys than sizes say how "
+            f"the inputs are drawn):\n{shapes}\n"
         )
 
 
