@@ -64,6 +64,14 @@ WRONG = {
     "a factor of the decay too many": _quadratic(lambda distance, logs: ((distance + 1) * logs).exp().tril()),
     "a token does not see itself": _quadratic(lambda distance, logs: (distance * logs).exp().tril(-1)),
     "rows are normalised": _normalised,
+    "heads from 4 on do not decay": _quadratic(
+        lambda distance, logs: (
+            (distance * logs * (torch.arange(len(logs), device=logs.device) < 4)[:, None, None]).exp().tril()
+        )
+    ),
+    "heads from 3 on decay alike": _quadratic(
+        lambda distance, logs: (distance * logs[torch.arange(len(logs), device=logs.device).clamp_max(3)]).exp().tril()
+    ),
 }
 SECOND = {
     "bfloat16 weights": _quadratic(lambda distance, logs: (distance * logs).exp().tril()),
