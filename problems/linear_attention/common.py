@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad, softplus
 
 from mkb_env.problems.contract import Allowance
-from mkb_env.problems.drawing import normal, uniform
+from mkb_env.problems.drawing import integers, normal, uniform
 
 Operand = Callable[[torch.Tensor], torch.Tensor]
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -32,6 +32,24 @@ def as_bf16(x: torch.Tensor) -> torch.Tensor:
 def log_uniform(generator: torch.Generator, *sizes: int, low: float, high: float) -> torch.Tensor:
     """Float32 numbers whose logarithm is uniform between those of ``low`` and ``high``."""
     return uniform(generator, *sizes, low=math.log(low), high=math.log(high)).exp()
+
+
+def strong_runs(generator: torch.Generator, decays: torch.Tensor, runs: int, low: float = -5.0) -> None:
+    """In each sequence of ``decays`` [B, T, ...], set ``runs`` runs of 16 tokens to ``low``, in place.
+
+    They lie at random places and never touch; each run takes a random half of the trailing places.
+    """
+    batch, length, *rest = decays.shape
+    if not runs:
+        return
+    part = length // runs
+    starts = integers(generator, batch, runs, high=part - 16, dtype=torch.int64)
+    starts += part * torch.arange(runs, device=starts.device)
+    since = torch.arange(length, device=starts.device) - starts.unsqueeze(-1)
+    chosen = uniform(generator, batch, runs, 1, *rest) < 0.5
+    inside = ((since >= 0) & (since < 16)).view(batch, runs, length, *(1 for _ in rest))
+    for run in range(runs):
+        decays.masked_fill_(inside[:, run] & chosen[:, run], low)
 
 
 def step_bias(generator: torch.Generator, heads: int) -> torch.Tensor:
@@ -162,7 +180,7 @@ def chunk_channel_rule(
     attention, new, others = operand((queries @ grown).tril()), operand(v), None
     if beta is not None:
         beta = pad(beta, (0, -length % chunk)).unflatten(2, (-1, chunk)).unsqueeze(-1)
-        system = operand(shrunk * beta) @ grown
+        system = (operand(shrunk * beta) @ grown).tril()
         identity = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(system)
         inverse = operand(torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True))
         new, others = inverse @ operand(v * beta), operand(inverse @ operand(shrunk * beta))

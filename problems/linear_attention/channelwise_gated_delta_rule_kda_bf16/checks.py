@@ -56,6 +56,12 @@ def _by_token(*inputs: torch.Tensor) -> torch.Tensor:
     return o.transpose(1, 2).bfloat16().contiguous()
 
 
+def _groups_start_empty(*inputs: torch.Tensor) -> torch.Tensor:
+    """The state is forgotten every 64 tokens."""
+    groups = zip(*(x.split(64, dim=1) for x in inputs), strict=True)
+    return torch.cat([reference(*group) for group in groups], 1)
+
+
 def _late_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return reference(q, k, v, torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1), beta)
 
@@ -83,6 +89,8 @@ WRONG = {
     "one decay for all channels of a head": _mean_decay,
     "beta scales the values but not the prediction": _beta_on_values_only,
     "the prediction is not subtracted": _no_correction,
+    "the state is forgotten every 64 tokens": _groups_start_empty,
+    "keys divided by the decays of 64 tokens": _chunked(64, same),
 }
 SECOND = {
     "token by token": _by_token,

@@ -26,7 +26,8 @@ rounded to bfloat16 with sums in float32.
 
 Rules:
 - Rows of q and k may be zero: they stay zero, and a zero key leaves the decayed state as it is.
-- 16 neighbouring tokens may have a sum of g of -80 in a channel, longer runs less.
+- Up to 16 neighbouring tokens may all have g = -5 in a channel, a sum of -80; runs of such tokens are never longer,
+  but a channel may have several.
 - B and T are any positive numbers, T need not be a multiple of anything.
 - The inputs are not changed; o is a new tensor.
 """
@@ -41,7 +42,14 @@ from torch.nn.functional import logsigmoid
 
 from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
 from mkb_env.problems.drawing import normal, permutation
-from mkb_env.problems.linear_attention.common import by_head, channel_scale, chunk_channel_rule, row_allowance, unit
+from mkb_env.problems.linear_attention.common import (
+    by_head,
+    channel_scale,
+    chunk_channel_rule,
+    row_allowance,
+    strong_runs,
+    unit,
+)
 
 TITLE = "Delta rule with a decay per key channel, 16 heads of 128"
 NUMBER = 68
@@ -50,12 +58,12 @@ INPUTS = ("q", "k", "v", "g", "beta")
 OUTPUTS = ("o",)
 HOST_VISIBLE = ()
 WORKLOADS = {
-    "full": {"B": 8, "T": 256, "H": 16, "Hv": 16, "K": 128, "V": 128, "special_tokens": 16},
-    "small": {"B": 1, "T": 32, "H": 1, "Hv": 2, "K": 32, "V": 32, "special_tokens": 1},
+    "full": {"B": 8, "T": 256, "H": 16, "Hv": 16, "K": 128, "V": 128, "zero_tokens": 16, "strong_runs": 6},
+    "small": {"B": 1, "T": 80, "H": 1, "Hv": 2, "K": 32, "V": 32, "zero_tokens": 1, "strong_runs": 2},
     "heldout": [
-        {"B": 2, "T": 101, "H": 4, "Hv": 8, "K": 128, "V": 128, "special_tokens": 2},
+        {"B": 2, "T": 101, "H": 4, "Hv": 8, "K": 128, "V": 128, "zero_tokens": 2, "strong_runs": 3},
         {"B": 1, "T": 1, "H": 16, "Hv": 16, "K": 128, "V": 128},
-        {"B": 2, "T": 37, "H": 2, "Hv": 4, "K": 32, "V": 64, "special_tokens": 2},
+        {"B": 2, "T": 83, "H": 2, "Hv": 4, "K": 32, "V": 64, "zero_tokens": 2, "strong_runs": 2},
     ],
 }
 
@@ -76,17 +84,17 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal q, k and v, decays near 1, beta the sigmoid of a normal, in ``INPUTS``' order.
 
-    At random places, ``special_tokens`` tokens each have zero queries and keys, or g = -5 in all channels.
+    At random places, ``zero_tokens`` tokens have zero queries and keys; in each sequence ``strong_runs`` runs of 16
+    tokens have g = -5 in half of the channels.
     """
     tokens, heads = (shape["B"], shape["T"]), (shape["B"], shape["T"], shape["Hv"])
     q, k = (normal(generator, *tokens, shape["H"], shape["K"], dtype=torch.bfloat16) for _ in range(2))
     v = normal(generator, *heads, shape["V"], dtype=torch.bfloat16)
     g = (logsigmoid(normal(generator, *heads, shape["K"])) / 16).bfloat16()
     beta = normal(generator, *heads).sigmoid().bfloat16()
-    count = shape.get("special_tokens", 0)
-    zero, strong = permutation(generator, shape["B"] * shape["T"])[: 2 * count].view(2, count)
+    zero = permutation(generator, shape["B"] * shape["T"])[: shape.get("zero_tokens", 0)]
     q.flatten(0, 1)[zero], k.flatten(0, 1)[zero] = 0, 0
-    g.flatten(0, 1)[strong] = -5
+    strong_runs(generator, g, shape.get("strong_runs", 0))
     return q, k, v, g, beta
 
 

@@ -59,6 +59,10 @@ def _value_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gk: torch.Te
     return reference(q.float() * (k.shape[-1] / v.shape[-1]) ** 0.5, k, v, gk).bfloat16()
 
 
+def _groups_start_empty(*inputs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([reference(*parts) for parts in zip(*(x.split(64, dim=1) for x in inputs), strict=True)], 1)
+
+
 def _late_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gk: torch.Tensor) -> torch.Tensor:
     return reference(q, k, v, torch.cat([torch.zeros_like(gk[:, :1]), gk[:, :-1]], 1))
 
@@ -68,6 +72,9 @@ WRONG = {
     "the state is read before the token is added": _read_before_update,
     "scaled by V^-1/2": _value_scale,
     "the state decays after the token, not before": _late_decay,
+    "the state is forgotten every 64 tokens": _groups_start_empty,
+    "keys divided by the decays of 64 tokens": _chunked(64, same),
+    "keys divided by the decays of all tokens": _chunked(256, same),
 }
 SECOND = {
     "token by token": _by_token,

@@ -22,7 +22,8 @@ rounded to bfloat16 with sums in float32.
 
 Rules:
 - Neither q nor k is normalised; the token's own key and value do not decay before they are read.
-- 16 neighbouring tokens may have a sum of gk of -80 in a channel, longer runs less.
+- Up to 16 neighbouring tokens may all have gk = -5 in a channel, a sum of -80; runs of such tokens are never longer,
+  but a channel may have several.
 - B and T are any positive numbers, T need not be a multiple of anything.
 - The inputs are not changed; o is a new tensor.
 """
@@ -36,8 +37,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
-from mkb_env.problems.drawing import normal, permutation
-from mkb_env.problems.linear_attention.common import Four, channel_scale, chunk_channel_rule, row_allowance
+from mkb_env.problems.drawing import normal
+from mkb_env.problems.linear_attention.common import Four, channel_scale, chunk_channel_rule, row_allowance, strong_runs
 
 TITLE = "Gated linear attention, 4 heads, keys of 256, values of 512"
 NUMBER = 69
@@ -46,12 +47,12 @@ INPUTS = ("q", "k", "v", "gk")
 OUTPUTS = ("o",)
 HOST_VISIBLE = ()
 WORKLOADS = {
-    "full": {"B": 8, "T": 256, "H": 4, "K": 256, "V": 512, "strong_tokens": 16},
-    "small": {"B": 1, "T": 32, "H": 2, "K": 32, "V": 64, "strong_tokens": 1},
+    "full": {"B": 8, "T": 256, "H": 4, "K": 256, "V": 512, "strong_runs": 6},
+    "small": {"B": 1, "T": 80, "H": 2, "K": 32, "V": 64, "strong_runs": 2},
     "heldout": [
-        {"B": 3, "T": 77, "H": 4, "K": 256, "V": 512, "strong_tokens": 3},
+        {"B": 3, "T": 77, "H": 4, "K": 256, "V": 512, "strong_runs": 3},
         {"B": 1, "T": 1, "H": 4, "K": 256, "V": 512},
-        {"B": 2, "T": 35, "H": 3, "K": 64, "V": 32, "strong_tokens": 2},
+        {"B": 2, "T": 83, "H": 3, "K": 64, "V": 32, "strong_runs": 2},
     ],
 }
 
@@ -71,13 +72,13 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal q, k and v, decays near 1, in ``INPUTS``' order.
 
-    At random places, ``strong_tokens`` tokens have gk = -5 in all channels.
+    In each sequence ``strong_runs`` runs of 16 tokens have gk = -5 in half of the channels.
     """
     heads = shape["B"], shape["T"], shape["H"]
     q, k = (normal(generator, *heads, shape["K"], dtype=torch.bfloat16) for _ in range(2))
     v = normal(generator, *heads, shape["V"], dtype=torch.bfloat16)
     gk = (logsigmoid(normal(generator, *heads, shape["K"])) / 16).bfloat16()
-    gk.flatten(0, 1)[permutation(generator, shape["B"] * shape["T"])[: shape.get("strong_tokens", 0)]] = -5
+    strong_runs(generator, gk, shape.get("strong_runs", 0))
     return q, k, v, gk
 
 
