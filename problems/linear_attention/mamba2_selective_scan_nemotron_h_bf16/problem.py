@@ -25,12 +25,14 @@ and final_state[b, h] = bfloat16(S) after the last token.
 
 Numerics: inputs are widened exactly; the recurrence runs in float32 and both outputs are rounded once, to nearest even.
 delta is not clamped, and positive however negative its argument. Any order of evaluation that equals the recurrence is
-allowed, tokens taken in groups included, and so are products of operands rounded to bfloat16 with sums in float32.
+allowed, tokens taken in groups included, and so are products of operands rounded to bfloat16 with sums in float32; the
+state that is carried from token to token, or from group to group, stays float32.
 
 Rules:
 - The skip takes x_t itself, not delta x_t.
 - The first token's decay already acts on h0.
-- delta may reach 25 and more: the decay is then 0 in some heads. Some deltas are below 1e-15.
+- dt + dt_bias may exceed 90: the decay is then 0 in float32 in some heads. It may be below -17, and x_t then so large
+  (1e9) that delta x_t counts although delta is below 1e-7.
 - B and T are any positive numbers, T need not be a multiple of anything.
 - The inputs are not changed; both outputs are new tensors.
 """
@@ -63,11 +65,11 @@ HOST_VISIBLE = ()
 WIDTHS = {"H": 128, "P": 64, "G": 8, "N": 128}
 WORKLOADS = {
     "full": {"B": 1, "T": 4096, **WIDTHS, "special_tokens": 3},
-    "small": {"B": 1, "T": 150, "H": 4, "P": 16, "G": 2, "N": 16, "special_tokens": 1},
+    "small": {"B": 1, "T": 150, "H": 4, "P": 16, "G": 2, "N": 16, "special_tokens": 2},
     "heldout": [
         {"B": 3, "T": 777, **WIDTHS, "special_tokens": 2},
         {"B": 4, "T": 1, **WIDTHS},
-        {"B": 2, "T": 33, "H": 6, "P": 16, "G": 3, "N": 32},
+        {"B": 2, "T": 33, "H": 6, "P": 16, "G": 3, "N": 32, "special_tokens": 1},
     ],
 }
 
@@ -98,7 +100,8 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Standard normal sequences, rates and steps as the model starts with, a small state, in ``INPUTS``' order.
 
-    At random places, ``special_tokens`` tokens each have dt = -30 and dt = 25 in all heads.
+    At random places, ``special_tokens`` tokens each have dt = -16 and a large x, dt = 100 and a small x, or such a dt
+    that delta is about 2.3, in all heads.
     """
     tokens, heads, channels, state = (shape["B"], shape["T"]), shape["H"], shape["P"], shape["N"]
     x = normal(generator, *tokens, heads, channels, dtype=torch.bfloat16)
@@ -108,9 +111,13 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     D = normal(generator, heads, scale=0.1, mean=1.0)
     h0 = normal(generator, shape["B"], heads, channels, state, scale=0.2)
     count = shape.get("special_tokens", 0)
-    small, large = permutation(generator, shape["B"] * shape["T"])[: 2 * count].view(2, count)
-    dt.flatten(0, 1)[small], dt.flatten(0, 1)[large] = -30, 25
-    return x, dt, A_log, Bm, Cm, D, step_bias(generator, heads), h0
+    dt_bias = step_bias(generator, heads)
+    small, large, middle = permutation(generator, shape["B"] * shape["T"])[: 3 * count].view(3, count)
+    steps, rows = dt.flatten(0, 1), x.flatten(0, 1)
+    steps[small], steps[large], steps[middle] = -16, 100, (2.2 - dt_bias).bfloat16()
+    rows[small] *= 2.0**28
+    rows[large] *= 2.0**-6
+    return x, dt, A_log, Bm, Cm, D, dt_bias, h0
 
 
 def prepared(
