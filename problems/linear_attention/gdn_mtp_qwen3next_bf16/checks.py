@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,14 +36,18 @@ def independent(inputs: Sequence[Any], truth: Sequence[torch.Tensor]) -> None:
             torch.testing.assert_close(truth[0][r, :, h], rows, rtol=1e-9, atol=1e-12)
 
 
-def _stepping(step: Step, keep: Callable[[torch.Tensor], torch.Tensor] = lambda state: state) -> Callable[..., Outputs]:
-    """The reference with another step, softplus by a plain logarithm, and ``keep`` applied to each carried state."""
+def _stepping(
+    step: Step, keep: Callable[[torch.Tensor], torch.Tensor] = lambda state: state, linear: float = 20
+) -> Callable[..., Outputs]:
+    """The reference with another step, softplus by a plain logarithm up to ``linear`` and the identity beyond, and
+    ``keep`` applied to each carried state.
+    """
 
     def function(*inputs: Any) -> Outputs:
         q, k, v, pool = (x.float() for x in inputs[:4])
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
         z = inputs[6].float() + inputs[7]
-        g = -inputs[5].exp() * torch.where(z > 20, z, torch.log(1 + torch.exp(z)))
+        g = -inputs[5].exp() * torch.where(z > linear, z, torch.log(1 + torch.exp(z)))
         beta = 1 / (1 + torch.exp(-inputs[8].float()))
         state, rows, states = pool[inputs[4]], [], []
         for t in range(q.shape[1]):
@@ -92,6 +97,9 @@ WRONG = {
     "request r begins with entry r of the pool": _first_entries,
     "inter_states before each token": _states_before,
     "every token begins with the pool's state": _no_rollover,
+    "softplus overflows": _stepping(gdn_step, linear=math.inf),
+    "softplus is the identity from 2 on": _stepping(gdn_step, linear=2),
+    "softplus is the identity from 4 on": _stepping(gdn_step, linear=4),
 }
 SECOND = {
     "both reductions over the old state, softplus by log": _stepping(fused_gdn_step),

@@ -34,6 +34,7 @@ the way to them is rounded to fewer bits), and o is rounded once, to nearest eve
 
 Rules:
 - Entries of the pool that no request names may hold anything, NaN included, and must not influence the result.
+- a + dt_bias may exceed 90, and A_log be so low (-4.5) that the decay is not 0 even then.
 - state_idx is drawn: host code does not see its values.
 - B, T and M are any positive numbers with B <= M.
 - The inputs are not changed, the pool included; both outputs are new tensors.
@@ -59,12 +60,22 @@ OUTPUTS = ("o", "inter_states")
 HOST_VISIBLE = ()
 HEADS = {"Hq": 8, "Hv": 16, "D": 128, "scale": 128**-0.5}
 WORKLOADS = {
-    "full": {"B": 32, "T": 4, "M": 49, **HEADS},
-    "small": {"B": 3, "T": 4, "M": 7, "Hq": 2, "Hv": 4, "D": 32, "scale": 32**-0.5},
+    "full": {"B": 32, "T": 4, "M": 49, **HEADS, "slow_heads": 1, "special_tokens": 4},
+    "small": {
+        "B": 3,
+        "T": 4,
+        "M": 7,
+        "Hq": 2,
+        "Hv": 4,
+        "D": 32,
+        "scale": 32**-0.5,
+        "slow_heads": 1,
+        "special_tokens": 2,
+    },
     "heldout": [
-        {"B": 5, "T": 7, "M": 5, **HEADS},
+        {"B": 5, "T": 7, "M": 5, **HEADS, "slow_heads": 2, "special_tokens": 3},
         {"B": 49, "T": 2, "M": 64, **HEADS},
-        {"B": 2, "T": 3, "M": 4, "Hq": 1, "Hv": 3, "D": 32, "scale": 0.25},
+        {"B": 5, "T": 6, "M": 8, "Hq": 2, "Hv": 6, "D": 32, "scale": 0.25, "slow_heads": 1, "special_tokens": 2},
     ],
 }
 
@@ -85,9 +96,18 @@ def output_specs(shape: Shape) -> tuple[Spec, ...]:
 
 
 def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor | float, ...]:
-    """Unit queries and keys, small values and states, NaN in states that no request names, in ``INPUTS``' order."""
+    """Unit queries and keys, small values and states, NaN in states that no request names, in ``INPUTS``' order.
+
+    The first ``slow_heads`` heads decay slowly. At random places, ``special_tokens`` tokens each have a = 100, or
+    a + dt_bias from 3 to 4.5, in all heads.
+    """
     batch, heads, dim = shape["B"], shape["Hv"], shape["D"]
     q, k, v, A_log, a, dt_bias, b = gdn_draws(generator, (batch, shape["T"]), shape["Hq"], heads, dim)
+    A_log[: shape.get("slow_heads", 0)] = -4.5
+    count = shape.get("special_tokens", 0)
+    large, middle = permutation(generator, batch * shape["T"])[: 2 * count].view(2, count)
+    a.flatten(0, 1)[large] = 100
+    a.flatten(0, 1)[middle] = (torch.linspace(3, 4.5, count, device=a.device)[:, None] - dt_bias).bfloat16()
     pool = normal(generator, shape["M"], heads, dim, dim, scale=dim**-0.5)
     placement = permutation(generator, shape["M"])
     pool[placement[batch:]] = math.nan
