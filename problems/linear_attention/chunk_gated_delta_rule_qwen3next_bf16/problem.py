@@ -24,10 +24,12 @@ and final_state[b, h] = bfloat16(S) after the last token.
 
 Numerics: inputs are widened exactly; the recurrence runs in float32 and both outputs are rounded once, to nearest even.
 Any order of evaluation that equals the recurrence is allowed, tokens taken in groups included, and so are products of
-operands rounded to bfloat16 with sums in float32.
+operands rounded to bfloat16 with sums in float32; the state that is carried from token to token, or from group to
+group, stays float32.
 
 Rules:
 - Rows of q and k may be zero or tiny; the 1e-6 matters for these.
+- v may be large (1e5) and g = -15 right after it, so that a part of 1e-4 of the state would show, were it kept.
 - g may be so negative that exp(g) is 0: the state is forgotten. Sums of g over many tokens reach thousands below 0.
 - B and T are any positive numbers, T need not be a multiple of anything.
 - The inputs are not changed; both outputs are new tensors.
@@ -64,7 +66,11 @@ HEADS = {"Hk": 16, "Hv": 32, "D": 128}
 WORKLOADS = {
     "full": {"B": 2, "T": 2048, **HEADS, "special_tokens": 3},
     "small": {"B": 1, "T": 72, "Hk": 2, "Hv": 4, "D": 16, "special_tokens": 1},
-    "heldout": [{"B": 3, "T": 1000, **HEADS, "special_tokens": 2}, {"B": 1, "T": 1, **HEADS}],
+    "heldout": [
+        {"B": 3, "T": 1000, **HEADS, "special_tokens": 2},
+        {"B": 1, "T": 1, **HEADS},
+        {"B": 2, "T": 35, "Hk": 1, "Hv": 3, "D": 32, "special_tokens": 1},
+    ],
 }
 
 
@@ -85,7 +91,7 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     """Standard normal q, k and v, decays as the model starts with, beta the sigmoid of a normal.
 
     At random places, ``special_tokens`` tokens each have zero queries and keys, queries and keys scaled by 1e-4, or
-    g = -200.
+    g = -200; as many have values scaled by 2^14, and the next token g = -15.
     """
     tokens, (keys, values, dim) = (shape["B"], shape["T"]), (shape[name] for name in ("Hk", "Hv", "D"))
     q, k = (normal(generator, *tokens, keys, dim, dtype=torch.bfloat16) for _ in range(2))
@@ -94,11 +100,14 @@ def make_inputs(generator: torch.Generator, shape: Shape) -> tuple[torch.Tensor,
     g = -rate * softplus(normal(generator, *tokens, values) + step_bias(generator, values))
     beta = normal(generator, *tokens, values).sigmoid().bfloat16()
     count = shape.get("special_tokens", 0)
-    zero, tiny, reset = permutation(generator, shape["B"] * shape["T"])[: 3 * count].view(3, count)
+    pairs = 2 * permutation(generator, shape["B"] * shape["T"] // 2)[: 4 * count].view(4, count)
+    zero, tiny, reset, loud = pairs.unbind()
     for rows in (q.flatten(0, 1), k.flatten(0, 1)):
         rows[zero] = 0
         rows[tiny] *= 1e-4
     g.flatten(0, 1)[reset] = -200
+    v.flatten(0, 1)[loud] *= 2.0**14
+    g.flatten(0, 1)[loud + 1] = -15
     return q, k, v, g, beta
 
 
