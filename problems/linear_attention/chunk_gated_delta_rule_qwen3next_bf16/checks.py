@@ -73,12 +73,14 @@ def _weak_resets(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Ten
 
 def _clipped_state(*inputs: torch.Tensor) -> Outputs:
     """Token by token, the state kept within -3 ... 3."""
-    heads = prepared(*inputs)
-    q, _, v = heads[:3]
+    q, k, v, g, beta = prepared(*inputs)
     state, rows = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
     for t in range(q.shape[2]):
-        state = token_delta_rule(*(x[:, :, t : t + 1] for x in heads), state)[1].clamp(-3, 3)
-        rows.append(q[:, :, t : t + 1] @ state)
+        one = slice(t, t + 1)
+        state = token_delta_rule(q[:, :, one], k[:, :, one], v[:, :, one], g[:, :, one], beta[:, :, one], state)[
+            1
+        ].clamp(-3, 3)
+        rows.append(q[:, :, one] @ state)
     return torch.cat(rows, 2).transpose(1, 2).bfloat16().contiguous(), state.bfloat16()
 
 
