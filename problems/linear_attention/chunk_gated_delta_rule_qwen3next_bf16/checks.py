@@ -77,9 +77,8 @@ def _clipped_state(*inputs: torch.Tensor) -> Outputs:
     state, rows = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
     for t in range(q.shape[2]):
         one = slice(t, t + 1)
-        state = token_delta_rule(q[:, :, one], k[:, :, one], v[:, :, one], g[:, :, one], beta[:, :, one], state)[
-            1
-        ].clamp(-3, 3)
+        _, state = token_delta_rule(q[:, :, one], k[:, :, one], v[:, :, one], g[:, :, one], beta[:, :, one], state)
+        state = state.clamp(-3, 3)
         rows.append(q[:, :, one] @ state)
     return torch.cat(rows, 2).transpose(1, 2).bfloat16().contiguous(), state.bfloat16()
 
