@@ -63,7 +63,7 @@ WORKLOADS = {
     "small": {"H": 32, "I": 16, "rows": [5, 0, 7]},
     "heldout": [
         SIZES | {"rows": [0, 1, 7, 129, 130, 510, 0, 0]},
-        SIZES | {"rows": [1, 0]},
+        SIZES | {"rows": [9, 0]},
         {"H": 72, "I": 40, "rows": [0, 19, 1, 13]},
     ],
 }
