@@ -30,8 +30,8 @@ For token t with slot = slot_mapping[t] >= 0 and each head h, for keys and value
 
 Numerics: x is multiplied by the reciprocal r, the product is clamped and then rounded once, to nearest even; values
 below the smallest normal number become subnormal codes (multiples of 2^-9) and are not flushed; a zero keeps its sign
-(codes 0x00 and 0x80). Scales may be off by 1e-6 of their size, as by division in another way; a few codes may then be
-neighbours of the right ones. The NaN codes are never neighbours of anything.
+(codes 0x00 and 0x80). Scales may be off by 1e-6 of their size, as by division in another way; codes may be neighbours
+of the right ones where the scaled number lies that close to the middle between the two.
 
 Rules:
 - Rows may be all zero (scale 1e-6), very small (the scale is 1e-6 as well) or large.
@@ -47,7 +47,7 @@ from typing import Any
 
 import torch
 
-from mkb_env.problems.contract import Allowance, Cost, Shape, Spec
+from mkb_env.problems.contract import Cost, Shape, Spec
 from mkb_env.problems.drawing import integers, normal, uniform
 from mkb_env.problems.kv_cache import common
 
@@ -59,6 +59,8 @@ OUTPUTS = ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
 HOST_VISIBLE = ()
 LARGEST = 448.0
 LEAST_SCALE = 1e-6
+SLACK = 1.5e-6
+"""How far a scaled number may be off: 1e-6 of the scale, and the roundings of reciprocal and product."""
 LLAMA = {"H": 8, "D": 128, "BS": 16}
 WORKLOADS = {
     "full": {"T": 8192, **LLAMA, "NB": 1024, "tail_pads": 128, "pads": 9, "zero_tokens": 3, "spread_tokens": 64},
@@ -127,8 +129,11 @@ def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [T, H, D] uint8 and scales [T, H]."""
     x = rows.to(torch.promote_types(rows.dtype, torch.float32))
     scales = (x.abs().amax(dim=-1) / LARGEST).clamp(min=LEAST_SCALE)
-    scaled = x * (1.0 / scales).unsqueeze(-1)
-    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8), scales
+    return _codes(x * (1.0 / scales).unsqueeze(-1)), scales
+
+
+def _codes(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def decode(name: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -140,18 +145,18 @@ def decode(name: str, outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
     return torch.where(outputs[name] < 0x80, magnitudes, -1.0 - magnitudes)
 
 
-def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> Allowance:
-    """In written slots 1e-6 of a scale, and neighbours for 0.5 % of the codes; elsewhere nothing.
+def allowance(name: str, inputs: Sequence[Any], reference: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """In written slots 1e-6 of a scale, and the neighbours of codes that so little decides; elsewhere nothing.
 
-    In a small output 16 codes may be neighbours.
+    A row whose largest number is 448 2^k has a scale that is a power of two: every sixteenth of its numbers is a tie.
     """
-    rows, _, slots = inputs[:3]
-    written = common.touched(slots, inputs[3][..., 0, 0].numel()).view(*anchor.shape[:2], *(1,) * (anchor.dim() - 2))
-    if name in ("key_cache", "value_cache"):
-        share = max(0.005 * rows.numel(), 16) / anchor.numel()
-        return Allowance(written.double(), torch.zeros_like(anchor), share)
-    bound = torch.where(written, 1e-6 * anchor.abs(), 0.0)
-    return Allowance(bound, bound, 1.0)
+    if name in ("k_scale_cache", "v_scale_cache"):
+        written = common.touched(inputs[2], anchor[..., 0].numel()).view(*anchor.shape[:2], 1)
+        return torch.where(written, 1e-6 * anchor.abs(), 0.0)
+    x = inputs[0 if name == "key_cache" else 1].double()
+    scaled = x / (x.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)
+    near = _codes(scaled * (1 + SLACK)) != _codes(scaled * (1 - SLACK))
+    return common.insert(torch.zeros_like(anchor), inputs[2], near.to(anchor.dtype))
 
 
 def COST(shape: Shape) -> Cost:
