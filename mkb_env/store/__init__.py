@@ -1,0 +1,1 @@
+"""The store: one SQLite file with everything that experiments did."""
